@@ -1,0 +1,274 @@
+"""The YAML file: its sections, how a command's options override it, and errors that fit on one line."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ctxext.errors import ConfigError, nearest
+from ctxext.methods import Method, method_class
+from ctxext.methods.base import Number, WholeNumber
+
+
+def _listed(value: Any) -> Any:
+    """Let a single value stand for a list of one."""
+    return [value] if isinstance(value, (int, float, str)) else value
+
+
+Lengths = Annotated[tuple[Annotated[WholeNumber, Field(ge=2)], ...], BeforeValidator(_listed)]
+Depths = Annotated[tuple[Annotated[Number, Field(ge=0, le=1)], ...], BeforeValidator(_listed)]
+
+
+class Section(BaseModel):
+    """A section of the file; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelSection(Section):
+    """Which checkpoint, and how to load it."""
+
+    name: str = Field(description="Hub id, folder, .gguf file, or builtin:smollm2-135m.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str | None = None
+    attn_implementation: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    replace_scaling: bool = Field(False, description="Start from the unscaled base of a checkpoint that is scaled.")
+
+
+class PerplexitySection(Section):
+    """Perplexity of documents."""
+
+    dataset: str = Field("builtin:python-docs", description="Hub id, file, folder, or builtin:python-docs.")
+    config_name: str | None = None
+    split: str | None = None
+    text_column: str = "text"
+    protocol: Literal["prefix", "sliding"] = "prefix"
+    length: Lengths = ()
+    window: Lengths = ()
+    stride: Annotated[WholeNumber, Field(ge=1)] | None = None
+    max_documents: Annotated[WholeNumber, Field(ge=1)] | None = None
+    max_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
+    min_tokens: Annotated[WholeNumber, Field(ge=0)] | None = None
+    batch_size: Annotated[WholeNumber, Field(ge=1)] = 1
+    bos: Literal["auto", "always", "never"] = "auto"
+
+
+class PasskeySection(Section):
+    """Retrieval of a number hidden in filler text."""
+
+    length: Lengths = ()
+    depth: Depths = (0.1, 0.5, 0.9)
+    trials: Annotated[WholeNumber, Field(ge=1)] = 5
+    seed: WholeNumber = 0
+    batch_size: Annotated[WholeNumber, Field(ge=1)] = 1
+    bos: Literal["auto", "always", "never"] = "auto"
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelSection,
+    "perplexity": PerplexitySection,
+    "passkey": PasskeySection,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A validated file. A section that was not given is None, except those whose defaults are complete."""
+
+    model: ModelSection | None
+    method: Method | None
+    perplexity: PerplexitySection
+    passkey: PasskeySection
+
+    def resolved(self, *sections: str) -> dict[str, Any]:
+        """Plain values with all defaults filled in, as they are written beside results."""
+        values = {}
+        for name in sections:
+            section = getattr(self, name)
+            values[name] = None if section is None else section.model_dump(mode="json", exclude_none=name == "method")
+        return values
+
+
+def load_config(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    settings: Sequence[str] = (),
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Config:
+    """Read a file and lay overrides over it.
+
+    Args:
+        path: a YAML file, or None for defaults.
+        settings: overrides ``section.key=value``, the value read as YAML.
+        options: values by section and key that override both; None means not given.
+
+    Raises:
+        ConfigError: one line with file, key, value, and what was expected.
+    """
+    where = str(path) if path is not None else "configuration"
+    data = _read_yaml(Path(path)) if path is not None else {}
+    data = copy.deepcopy(data)
+    for setting in settings:
+        _override(data, setting)
+    for section, values in (options or {}).items():
+        given = {key: value for key, value in values.items() if value is not None}
+        if given:
+            data[section] = {**_mapping(data.get(section) or {}, section, where), **given}
+
+    for section in data:
+        if section not in SECTIONS and section != "method":
+            raise ConfigError(f"{where}: {section}: unknown section{_suggest(section, ['method', *SECTIONS])}")
+    parsed = {
+        name: _parse(cls, _mapping(data.get(name) or {}, name, where), name, where)
+        for name, cls in SECTIONS.items()
+        if name in data or name != "model"
+    }
+    method = data.get("method")
+    return Config(
+        model=parsed.get("model"),  # type: ignore[arg-type]  # each name maps to its own class in SECTIONS
+        method=None if method is None else parse_method(_mapping(method, "method", where), where),
+        perplexity=parsed["perplexity"],  # type: ignore[arg-type]
+        passkey=parsed["passkey"],  # type: ignore[arg-type]
+    )
+
+
+def load_method(source: Method | Mapping[str, Any] | str | os.PathLike[str]) -> Method:
+    """A method from a method, a mapping ``{name: ..., ...}``, or a YAML file with a section ``method``.
+
+    Raises:
+        ConfigError: the settings are wrong, or the file has no section ``method``.
+    """
+    if isinstance(source, Method):
+        return source
+    if isinstance(source, Mapping):
+        return parse_method(source, "method")
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"expected a method, a mapping or a path to a YAML file, got {source!r}")
+    config = load_config(source)
+    if config.method is None:
+        raise ConfigError(f"{source}: no section method; write e.g. 'method: {{name: yarn, factor: 4}}'")
+    return config.method
+
+
+def parse_method(settings: Mapping[str, Any], where: str) -> Method:
+    """Validate a mapping into the method that its ``name`` asks for."""
+    try:
+        cls = method_class(settings)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return _parse(cls, settings, "method", where)
+
+
+_ModelT = TypeVar("_ModelT", bound=BaseModel)
+
+
+def _parse(cls: type[_ModelT], settings: Mapping[str, Any], section: str, where: str) -> _ModelT:
+    try:
+        return cls.model_validate(dict(settings))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_first_error(error, cls, section)}") from None
+
+
+def _first_error(error: ValidationError, cls: type[BaseModel], section: str) -> str:
+    details = error.errors()[0]
+    path = ".".join([section, *(str(part) for part in details["loc"])])
+    value = details["input"]
+    key = str(details["loc"][0]) if details["loc"] else ""
+    if details["type"] == "extra_forbidden":
+        if key in ("type", "rope_type"):
+            return f"{path}: unknown key; {key} is Transformers' key, here it is name (name: {value})"
+        return f"{path}: unknown key (value {value!r}){_suggest(key, cls.model_fields)}"
+    if details["type"] == "missing":
+        return f"{path}: missing; {cls.model_fields[key].description or 'a value is required'}"
+    message = details["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if details["type"] == "value_error" and not details["loc"]:
+        return message
+    if not details["msg"].startswith("Value error, expected"):
+        message = (
+            f"expected {message[0].lower()}{message[1:]}" if details["msg"].startswith("Input should") else message
+        )
+    return f"{path}: {message}, got {value!r}"
+
+
+def _suggest(word: str, candidates: Any) -> str:
+    guess = nearest(word, candidates)
+    return (f"; did you mean {guess}?" if guess else ";") + f" Known: {', '.join(candidates)}"
+
+
+def _mapping(value: Any, section: str, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        hint = f" (write {section}: {{name: {value}}})" if isinstance(value, str) else ""
+        raise ConfigError(f"{where}: {section}: expected a mapping of keys to values, got {value!r}{hint}")
+    return value
+
+
+def _override(data: dict[str, Any], setting: str) -> None:
+    path, equals, text = setting.partition("=")
+    keys = path.strip().split(".")
+    if not equals or len(keys) != 2 or not all(keys):
+        raise ConfigError(f"-s {setting}: expected section.key=value, e.g. -s method.factor=8")
+    section, key = keys
+    data[section] = {
+        **_mapping(data.get(section) or {}, section, f"-s {setting}"),
+        key: _load_yaml(text, f"-s {setting}"),
+    }
+
+
+if TYPE_CHECKING:
+    _SafeLoader = yaml.SafeLoader
+else:
+    _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _StrictLoader(_SafeLoader):
+    """Builds plain values only, and refuses a key that stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        if len(mapping) != len(node.value) and not any(key.tag.endswith(":merge") for key, _ in node.value):
+            keys = [key.value for key, _ in node.value]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} stands twice", node.start_mark)
+        return mapping
+
+
+def _load_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _StrictLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{where}: not valid YAML{line}: {problem}") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        siblings = (
+            [str(path.with_name(p.name)) for p in sorted(path.parent.glob("*.y*ml"))] if path.parent.is_dir() else []
+        )
+        guess = nearest(str(path), siblings)
+        raise ConfigError(f"{path}: no such file" + (f"; did you mean {guess}?" if guess else "")) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file; expected YAML in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from None
+    data = _load_yaml(text, str(path))
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected sections such as 'method:', got {type(data).__name__} {str(data)[:40]!r}")
+    if "name" in data or "factor" in data:
+        raise ConfigError(f"{path}: method settings stand at the top; put them under 'method:'")
+    return {str(key): value for key, value in data.items()}

@@ -1,0 +1,146 @@
+"""The contract of a context-extension method, and how lengths are settled."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from ctxext.errors import ConfigError
+from ctxext.rope import RopeSpec, default_inv_freq
+
+
+def _number(value: Any) -> Any:
+    """Read ``"4.0"`` and YAML's ``1e6`` (a string to PyYAML) as the numbers they mean; refuse booleans."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number, not a boolean")
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError("expected a number") from None
+    return value
+
+
+def _whole_number(value: Any) -> Any:
+    value = _number(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+"""A finite float; accepts numeric strings, refuses booleans, NaN and infinity."""
+
+WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
+"""An int; accepts numeric strings and floats without a fraction, refuses booleans."""
+
+
+class Lengths(NamedTuple):
+    """How far a method reaches, in tokens."""
+
+    original: int
+    factor: float
+    target: int
+
+
+class Method(BaseModel, ABC):
+    """A context-extension method: its settings and its mathematics in one frozen value.
+
+    A method is defined by :meth:`frequencies`. Any two of ``original_max_position_embeddings`` (default: the model's
+    own), ``factor`` and ``max_position_embeddings`` give the third; values that contradict each other are an error.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: ClassVar[str]
+    """Name for people, e.g. ``NTK-aware``."""
+    reference: ClassVar[str]
+    """Where the method was published."""
+
+    name: str
+    factor: Number | None = Field(
+        None, ge=1, description="How many times longer than the trained length the model shall read (s in the papers)."
+    )
+    original_max_position_embeddings: WholeNumber | None = Field(
+        None, ge=2, description="Trained length in tokens (L in the papers). Default: the model's own."
+    )
+    max_position_embeddings: WholeNumber | None = Field(
+        None, ge=2, description="Target length in tokens. Default: factor times the trained length."
+    )
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """Only what differs from the defaults, so that messages stay short."""
+        fields = type(self).model_fields
+        return [(key, value) for key, value in super().__repr_args__() if key is None or value != fields[key].default]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Method:
+        if self.original_max_position_embeddings is not None:
+            self._settle(self.original_max_position_embeddings)
+        return self
+
+    def lengths(self, spec: RopeSpec) -> Lengths:
+        """Trained length, factor and target length on a given model.
+
+        Raises:
+            ConfigError: neither ``factor`` nor ``max_position_embeddings`` is set, or they contradict each other.
+        """
+        original = self.original_max_position_embeddings or spec.original_max_position_embeddings
+        settled = self._settle(original)
+        if settled is None:
+            raise ConfigError(
+                f"method {self.name}: give factor or max_position_embeddings (the target length); "
+                f"the trained length is {original}"
+            )
+        return settled
+
+    def _settle(self, original: int) -> Lengths | None:
+        factor, target = self.factor, self.max_position_embeddings
+        if factor is not None and target is not None and abs(factor * original - target) >= 1:
+            raise ConfigError(
+                f"method {self.name}: factor {factor:g} times the trained length {original} is {factor * original:g}, "
+                f"not max_position_embeddings {target}; leave one of them out, "
+                "or correct original_max_position_embeddings"
+            )
+        if factor is None:
+            if target is None:
+                return None
+            if target < original:
+                raise ConfigError(
+                    f"method {self.name}: max_position_embeddings {target} is below the trained length {original}"
+                )
+            factor = target / original
+        return Lengths(original, factor, target if target is not None else int(factor * original))
+
+    @abstractmethod
+    def frequencies(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
+        """Frequencies in radians per token, fp32 ``[d/2]``, and the attention factor on cosine and sine."""
+
+    def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
+        """The ``rope_parameters`` with which Transformers alone computes the same frequencies.
+
+        Every static method can be written as ``longrope`` with equal factors for short and long input; methods that
+        Transformers knows by name override this.
+        """
+        inv_freq, attention_factor = self.frequencies(spec)
+        base = default_inv_freq(spec.rope_theta, spec.rotary_dim)
+        factors = (base.double() / inv_freq.double()).tolist()
+        return longrope_parameters(spec, self.lengths(spec), factors, attention_factor)
+
+
+def longrope_parameters(
+    spec: RopeSpec, lengths: Lengths, factors: list[float], attention_factor: float
+) -> dict[str, Any]:
+    """Transformers' ``longrope`` with the same factors below and above the trained length."""
+    return {
+        "rope_type": "longrope",
+        "rope_theta": spec.rope_theta,
+        "factor": lengths.factor,
+        "original_max_position_embeddings": lengths.original,
+        "attention_factor": attention_factor,
+        "short_factor": factors,
+        "long_factor": list(factors),
+    }

@@ -1,0 +1,325 @@
+"""Put a method on one model instance, prove that it acts, and take it off again."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import struct
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from accelerate.hooks import add_hook_to_module
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ctxext.config import load_method
+from ctxext.errors import PatchError
+from ctxext.families import (
+    Family,
+    check_trained_length,
+    find_family,
+    rotary_dim,
+    rotary_module,
+    stock_frequencies,
+    trained_rope,
+    window_layers,
+)
+from ctxext.methods import Method
+from ctxext.rope import RopeSpec
+from ctxext.rotary import ScaledRotaryEmbedding
+
+_HANDLE = "_ctxext_patch"
+_PROBES = (1, 4099, 1_000_003)
+
+
+class Patch:
+    """A method on a model: what was changed, and how to undo it.
+
+    Usable as a context manager. :meth:`remove` brings back the same config and the same rotary module.
+
+    Attributes:
+        model: the unwrapped model.
+        method: the method as given.
+        spec: the trained rotary embedding that the method extends.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, family: Family, method: Method, spec: RopeSpec, config: PretrainedConfig
+    ) -> None:
+        rotary = rotary_module(model, family)
+        assert rotary is not None  # find_family has seen it
+        self.model = model
+        self.method = method
+        self.spec = spec
+        self.original_config: PretrainedConfig = model.config
+        self.config = config
+        self.written_rope_parameters = copy.deepcopy(config.rope_parameters)
+        self.original_rotary = rotary
+        self.rotary = ScaledRotaryEmbedding(*method.frequencies(spec), device=_device(rotary))
+        hook = getattr(rotary, "_hf_hook", None)
+        if hook is not None:
+            add_hook_to_module(self.rotary, copy.copy(hook))
+        self._family = family
+
+    @property
+    def active(self) -> bool:
+        """Whether this patch is the one that is on the model now."""
+        return vars(self.model).get(_HANDLE) is self
+
+    def remove(self) -> None:
+        """Restore the model; a patch that is already off stays off.
+
+        Raises:
+            PatchError: something else has replaced the rotary module or the config since; nothing is changed.
+        """
+        if self.active:
+            self._remove_from(self.model)
+
+    def _install(self, outer: nn.Module) -> None:
+        try:
+            _swap_config(outer, self.original_config, self.config)
+            setattr(self.model.base_model, self._family.rotary, self.rotary)
+            setattr(self.model, _HANDLE, self)
+            _prove(self)
+        except BaseException:
+            self._restore(outer)
+            raise
+
+    def _remove_from(self, outer: nn.Module) -> None:
+        if rotary_module(self.model, self._family) is not self.rotary or self.model.config is not self.config:
+            raise PatchError(
+                f"the {self.method.name} patch can't come off: another program has replaced the model's rotary "
+                "embedding or config since; undo that first"
+            )
+        _follow(self.original_rotary, self.original_config, _device(self.rotary))
+        self._restore(outer)
+
+    def _restore(self, outer: nn.Module) -> None:
+        setattr(self.model.base_model, self._family.rotary, self.original_rotary)
+        _swap_config(outer, self.config, self.original_config)
+        _swap_config(self.model, self.config, self.original_config)
+        vars(self.model).pop(_HANDLE, None)
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        state = "on" if self.active else "off"
+        return f"Patch({self.method!r}, {state} {type(self.model).__name__})"
+
+
+def patch(
+    model: nn.Module,
+    method: Method | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    replace: bool = False,
+    replace_scaling: bool = False,
+) -> Patch:
+    """Extend one model's context window.
+
+    Changes the model's config (a copy takes its place) and its rotary module, on this instance alone, and reads the
+    frequencies back from the module that the model calls before returning.
+
+    Args:
+        model: a supported causal language model or its decoder; PEFT, DDP, compile and accelerate wrappers are looked
+            through.
+        method: a method, a mapping ``{"name": "yarn", "factor": 4}``, or a YAML file with a section ``method``.
+        replace: swap the method of a model that is already patched.
+        replace_scaling: start from the unscaled base of a checkpoint that comes with a scaling of its own.
+
+    Returns:
+        The handle that takes the patch off: ``.remove()``, or leaving a ``with`` block.
+
+    Raises:
+        ConfigError: the method's settings are wrong, or don't fit the model.
+        UnsupportedModelError: the model isn't supported, or its own scaling can't be built upon.
+        PatchError: the model is already patched, or the patch would not act. The model is left as it was.
+    """
+    method = load_method(method)
+    base = unwrap(model)
+    previous = active_patch(base)
+    if previous is None:
+        new = _prepare(base, method, replace_scaling=replace_scaling)
+        new._install(model)
+    else:
+        if not replace:
+            raise PatchError(
+                f"the model is already patched with {previous.method!r}; pass replace=True to swap it, "
+                "or call ctxext.unpatch(model) first"
+            )
+        previous._remove_from(model)
+        try:
+            new = _prepare(base, method, replace_scaling=replace_scaling)
+            new._install(model)
+        except BaseException:
+            previous._install(model)
+            raise
+    _warn_about_windows(base.config)
+    return new
+
+
+def unpatch(model: nn.Module) -> None:
+    """Take the patch off a model, however it is wrapped.
+
+    Raises:
+        PatchError: no patch is on, or something else has changed the patched parts since.
+    """
+    active = active_patch(model)
+    if active is None:
+        raise PatchError("no ctxext patch is on this model")
+    active._remove_from(model)
+
+
+def active_patch(model: nn.Module) -> Patch | None:
+    """The patch that is on a model, or None."""
+    found: Patch | None = vars(unwrap(model)).get(_HANDLE)
+    return found
+
+
+def unwrap(model: nn.Module) -> Any:
+    """The Transformers model inside PEFT, DDP, DataParallel, DeepSpeed and ``torch.compile`` wrappers."""
+    while True:
+        inner = extract_model_from_parallel(model)
+        if hasattr(inner, "get_base_model") and not isinstance(inner, PreTrainedModel):
+            inner = inner.get_base_model()
+        if inner is model:
+            return model
+        model = inner
+
+
+def fingerprint(inv_freq: torch.Tensor, attention_factor: float | None) -> str:
+    """sha256 of the frequencies as little-endian fp32, followed by the attention factor (fp64) unless it is None."""
+    digest = hashlib.sha256(inv_freq.detach().cpu().float().numpy().astype("<f4").tobytes())
+    if attention_factor is not None:
+        digest.update(struct.pack("<d", attention_factor))
+    return digest.hexdigest()
+
+
+def measured_rotation(rotary: nn.Module, frequencies: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine, each fp64 ``[P, frequencies]``, that calling the module yields at the probe positions."""
+    device = _device(rotary)
+    if device.type == "meta":
+        device = torch.device("cpu")
+    positions = torch.tensor([_PROBES], device=device)
+    cos, sin = rotary(torch.zeros(1, len(_PROBES), 1, device=device), position_ids=positions)
+    return cos[0, :, :frequencies].double().cpu(), sin[0, :, :frequencies].double().cpu()
+
+
+def _prepare(model: Any, method: Method, *, replace_scaling: bool) -> Patch:
+    family = find_family(model)
+    rotary: Any = rotary_module(model, family)
+    check_trained_length(model.config, rotary, method)
+    _check_live_matches_config(rotary, model.config)
+    spec = trained_rope(model.config, method, replace_scaling=replace_scaling)
+    return Patch(model, family, method, spec, _extended_config(model.config, method, spec))
+
+
+def _extended_config(config: PretrainedConfig, method: Method, spec: RopeSpec) -> PretrainedConfig:
+    lengths = method.lengths(spec)
+    extended = copy.deepcopy(config)
+    extended.rope_parameters = method.rope_parameters(spec)
+    extended.max_position_embeddings = lengths.target
+    if hasattr(extended, "original_max_position_embeddings"):
+        # Transformers lets this attribute, where a config has it, override the one in rope_parameters.
+        extended.original_max_position_embeddings = lengths.original
+    # Transformers' YaRN can't load a config that leaves head_dim None, as Mixtral's does.
+    extended.head_dim = rotary_dim(config)
+    extended.ctxext = {
+        "method": method.model_dump(exclude_none=True, mode="json"),
+        "rope_theta": spec.rope_theta,
+        "original_max_position_embeddings": lengths.original,
+    }
+    return extended
+
+
+def _check_live_matches_config(rotary: Any, config: PretrainedConfig) -> None:
+    """A config that was edited after loading describes another model than the one in memory: refuse to build on it."""
+    if _device(rotary).type == "meta":
+        return
+    try:
+        inv_freq, _, rope_type = stock_frequencies(type(rotary), config)
+    except Exception as error:
+        raise PatchError(
+            f"Transformers can't build a rotary embedding from config.rope_parameters ({error!r}); "
+            "they were probably edited after loading and are not in effect: load the model again"
+        ) from error
+    # Modules that follow the input's length keep the frequencies that they were loaded with under another name.
+    live = rotary.original_inv_freq if rope_type in ("dynamic", "longrope") else rotary.inv_freq
+    if rope_type != rotary.rope_type or not same_up_to_rounding(live, inv_freq):
+        raise PatchError(
+            "config.rope_parameters were edited after loading and are not in effect; "
+            "load the model again, and put the change into the method"
+        )
+
+
+def same_up_to_rounding(live: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether live frequencies are the exact ones, or those ones after a cast of the whole model to 16 bits."""
+    live = live.detach().float().cpu()
+    candidates = (exact, exact.bfloat16().float(), exact.half().float())
+    return live.shape == exact.shape and any(torch.allclose(live, c, rtol=1e-6, atol=0) for c in candidates)
+
+
+def _prove(patch: Patch) -> None:
+    """Read the rotation back from the module that the model calls, and from the config that would be saved."""
+    inv_freq, attention_factor = patch.method.frequencies(patch.spec)
+    live = rotary_module(patch.model, find_family(patch.model))
+    assert live is not None
+    cos, sin = measured_rotation(live, inv_freq.numel())
+    angles = torch.tensor(_PROBES, dtype=torch.float32)[:, None] * inv_freq
+    # The module computes in fp32 as here; only the cosine and sine of large angles leave room for rounding.
+    expected = attention_factor * angles.double().cos(), attention_factor * angles.double().sin()
+    if not (torch.allclose(cos, expected[0], atol=1e-5) and torch.allclose(sin, expected[1], atol=1e-5)):
+        raise PatchError(
+            f"after patching, {type(live).__name__} does not rotate by the frequencies of {patch.method.name}; "
+            "another program may have wrapped it. The model was restored"
+        )
+    saved, saved_factor, _ = stock_frequencies(type(patch.original_rotary), patch.model.config)
+    if not torch.allclose(saved, inv_freq, rtol=1e-6, atol=0) or abs(saved_factor - attention_factor) > 1e-6:
+        raise PatchError(
+            f"rope_parameters of {patch.method.name} would load with other frequencies than the model has now; "
+            "the method's rope_parameters() doesn't match its frequencies(). The model was restored"
+        )
+
+
+def _warn_about_windows(config: PretrainedConfig) -> None:
+    found = window_layers(config)
+    if found and found[1] < config.max_position_embeddings:
+        count, window = found
+        layers = "every layer" if count == config.num_hidden_layers else f"{count} of {config.num_hidden_layers} layers"
+        warnings.warn(
+            f"in {layers} attention sees only the last {window} tokens: nothing beyond that window is seen there, "
+            "whatever the rotary embedding allows",
+            stacklevel=3,
+        )
+
+
+def _swap_config(root: nn.Module, old: PretrainedConfig, new: PretrainedConfig) -> None:
+    for module in root.modules():
+        if vars(module).get("config") is old:
+            vars(module)["config"] = new
+
+
+def _follow(rotary: Any, config: PretrainedConfig, device: torch.device) -> None:
+    """Bring a module that was out of the model to the model's device, filling it where it has never held values."""
+    if rotary.inv_freq.device.type == "meta" and device.type != "meta":
+        inv_freq, _, _ = stock_frequencies(type(rotary), config)
+        rotary.to_empty(device=device)
+        rotary.inv_freq.copy_(inv_freq)
+        rotary.original_inv_freq.copy_(inv_freq)
+    else:
+        rotary.to(device)
+
+
+def _device(rotary: Any) -> torch.device:
+    device: torch.device = rotary.inv_freq.device
+    return device

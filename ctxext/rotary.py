@@ -1,0 +1,40 @@
+"""The rotary module that ``patch`` installs in place of the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ctxext.rope import rotation
+
+
+class ScaledRotaryEmbedding(nn.Module):
+    """Cosine and sine from fixed frequencies that no cast can round.
+
+    The frequencies are a plain attribute, not a buffer: ``model.to(dtype)`` and ``model.half()`` would round a buffer,
+    loading on the meta device would lose it, and a state dict might carry it. They follow the model's device, and each
+    move starts again from the exact values.
+    """
+
+    def __init__(self, inv_freq: torch.Tensor, attention_factor: float, device: torch.device | None = None) -> None:
+        super().__init__()
+        self._exact = inv_freq.detach().to(device="cpu", dtype=torch.float32)
+        self.inv_freq = self._exact.to(device or self._exact.device)
+        self.attention_scaling = float(attention_factor)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine ``[B, T, d]`` in the dtype and on the device of the hidden states ``x`` ``[B, T, D]``."""
+        inv_freq = self.inv_freq if self.inv_freq.device == x.device else self._exact.to(x.device)
+        return rotation(position_ids.to(x.device), inv_freq, self.attention_scaling, x.dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ScaledRotaryEmbedding:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        device = fn(torch.empty(0, device=self.inv_freq.device)).device
+        self.inv_freq = self._exact.to(device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(model)``."""
+        return f"frequencies={self._exact.numel()}, attention_factor={self.attention_scaling:.6g}"
