@@ -70,6 +70,10 @@ class Inspection:
         """Plain values for JSON."""
         return asdict(self)
 
+    def summary(self) -> dict[str, Any]:
+        """What a result file says of the patch: everything but the frequencies themselves."""
+        return {key: value for key, value in asdict(self).items() if key not in ("inv_freq", "base_inv_freq")}
+
     def __str__(self) -> str:
         lines = [f"{label:<18}{value}" for label, value in self._facts()]
         lines += ["", *self._table(), ""]

@@ -1,0 +1,56 @@
+"""The command line: parses, calls, prints.
+
+Nothing here imports torch or transformers before a command runs, so that ``ctxext --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ctxext import __version__
+from ctxext.cli import evaluate, info
+from ctxext.errors import CtxextError
+
+app = typer.Typer(
+    name="ctxext",
+    help="Extend the context window of LLaMA- and Qwen-type models, prove that it is on, measure whether it worked.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(evaluate.app, name="eval")
+app.command("inspect")(info.inspect)
+app.command("methods")(info.methods)
+app.command("env")(info.env)
+
+
+def _version(*, wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ctxext {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=lambda v: _version(wanted=v), is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point; a user's mistake becomes one line on stderr and exit status 2."""
+    try:
+        app(args=list(arguments) if arguments is not None else None, prog_name="ctxext")
+    except CtxextError as error:
+        print(f"ctxext: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("ctxext: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,254 @@
+"""``ctxext eval``: perplexity and passkey."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ctxext.cli import options
+
+if TYPE_CHECKING:
+    from ctxext.config import Config
+
+app = typer.Typer(help="Measure a model, plain or extended.", no_args_is_help=True)
+
+
+@app.command()
+def perplexity(
+    model: options.Model = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Hub id, .txt/.jsonl/.parquet file, folder, or builtin:python-docs.")
+    ] = None,
+    config: options.ConfigFile = None,
+    settings: options.Settings = None,
+    config_name: Annotated[str | None, typer.Option(help="Configuration of a hub data set.")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Split of a hub data set. Default: test, validation or train.")
+    ] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column that holds the text. Default: text.")] = None,
+    protocol: Annotated[
+        str | None, typer.Option(help="prefix: one window per document. sliding: every token, windows overlap.")
+    ] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Input positions (prefix); repeat for more rows.")] = None,
+    window: Annotated[
+        list[int] | None, typer.Option(help="Input positions of a window (sliding); may be repeated.")
+    ] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens from window to window (sliding).")] = None,
+    max_documents: Annotated[int | None, typer.Option(help="Stop after this many documents.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Cut each document to its first tokens.")] = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(help="Skip shorter documents. Default: the longest length, so that rows compare.")
+    ] = None,
+    bos: options.Bos = None,
+    batch_size: options.BatchSize = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    attn_implementation: options.Attention = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.RemoteCode = None,
+    replace_scaling: options.ReplaceScaling = None,
+    output: options.Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """Perplexity of documents, weighted by tokens."""
+    configuration = options.configure(
+        config,
+        settings,
+        model={
+            "name": model,
+            "dtype": dtype,
+            "device": device,
+            "attn_implementation": attn_implementation,
+            "revision": revision,
+            "trust_remote_code": trust_remote_code,
+            "replace_scaling": replace_scaling,
+        },
+        perplexity={
+            "dataset": dataset,
+            "config_name": config_name,
+            "split": split,
+            "text_column": text_column,
+            "protocol": protocol,
+            "length": length or None,
+            "window": window or None,
+            "stride": stride,
+            "max_documents": max_documents,
+            "max_tokens": max_tokens,
+            "min_tokens": min_tokens,
+            "batch_size": batch_size,
+            "bos": bos,
+        },
+    )
+    from ctxext.data import dataset_id, load_documents
+    from ctxext.evaluation.perplexity import check_arguments, evaluate_perplexity
+
+    chosen = configuration.perplexity
+    arguments: dict[str, Any] = {
+        "protocol": chosen.protocol,
+        "lengths": chosen.length,
+        "windows": chosen.window,
+        "stride": chosen.stride,
+        "max_documents": chosen.max_documents,
+        "max_tokens": chosen.max_tokens,
+        "min_tokens": chosen.min_tokens,
+        "batch_size": chosen.batch_size,
+    }
+    check_arguments(**arguments)
+    _check_output(output)
+    documents = load_documents(
+        chosen.dataset, config_name=chosen.config_name, split=chosen.split, text_column=chosen.text_column
+    )
+    loaded, tokenizer = options.load(configuration)
+    with _progress("tokens") as progress:
+        result = evaluate_perplexity(loaded, tokenizer, documents, **arguments, bos=chosen.bos, progress=progress)
+    record = _record("perplexity", result, configuration, loaded, tokenizer, dataset=dataset_id(chosen.dataset))
+    _finish(record, output, as_json=as_json)
+
+
+@app.command()
+def passkey(
+    model: options.Model = None,
+    config: options.ConfigFile = None,
+    settings: options.Settings = None,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens of prompt and answer; repeat for more rows.")] = None,
+    depth: Annotated[
+        list[float] | None, typer.Option(help="Where the key stands: 0 start, 1 end; may be repeated.")
+    ] = None,
+    trials: Annotated[int | None, typer.Option(help="Keys per length and depth.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same prompts, whatever the method.")] = None,
+    bos: options.Bos = None,
+    batch_size: options.BatchSize = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    attn_implementation: options.Attention = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.RemoteCode = None,
+    replace_scaling: options.ReplaceScaling = None,
+    output: options.Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find a five-digit key in filler text, at several lengths and depths."""
+    configuration = options.configure(
+        config,
+        settings,
+        model={
+            "name": model,
+            "dtype": dtype,
+            "device": device,
+            "attn_implementation": attn_implementation,
+            "revision": revision,
+            "trust_remote_code": trust_remote_code,
+            "replace_scaling": replace_scaling,
+        },
+        passkey={
+            "length": length or None,
+            "depth": depth or None,
+            "trials": trials,
+            "seed": seed,
+            "batch_size": batch_size,
+            "bos": bos,
+        },
+    )
+    from ctxext.evaluation.passkey import check_arguments, evaluate_passkey
+
+    chosen = configuration.passkey
+    arguments: dict[str, Any] = {
+        "lengths": chosen.length,
+        "depths": chosen.depth,
+        "trials": chosen.trials,
+        "batch_size": chosen.batch_size,
+    }
+    check_arguments(**arguments)
+    _check_output(output)
+    loaded, tokenizer = options.load(configuration)
+    with _progress("prompts") as progress:
+        result = evaluate_passkey(loaded, tokenizer, **arguments, seed=chosen.seed, bos=chosen.bos, progress=progress)
+    record = _record("passkey", result, configuration, loaded, tokenizer, seed=chosen.seed)
+    _finish(record, output, as_json=as_json)
+
+
+def _record(
+    task: str,
+    result: Any,
+    configuration: Config,
+    model: Any,
+    tokenizer: Any,
+    *,
+    dataset: str | None = None,
+    seed: int | None = None,
+) -> dict[str, Any]:
+    from ctxext.evaluation.results import result_record
+    from ctxext.inspection import inspect
+    from ctxext.models import model_id
+
+    settings = configuration.model
+    assert settings is not None  # options.configure has checked
+    resolved = configuration.resolved("model", "method", task)
+    resolved["model"]["name"] = model_id(settings.name)
+    if dataset is not None:
+        resolved[task]["dataset"] = dataset
+    return result_record(
+        task,
+        result,
+        model=model,
+        model_id=model_id(settings.name),
+        tokenizer=tokenizer,
+        dataset_id=dataset,
+        method=resolved["method"],
+        patch=inspect(model).summary(),
+        configuration=resolved,
+        seed=seed,
+        dtype=settings.dtype,
+    )
+
+
+def _check_output(path: Path | None) -> None:
+    """Find out before the run, not after it, that its result can't be written."""
+    from ctxext.errors import ConfigError
+
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {path}: the folder can't be made: {error.strerror}") from None
+    if path.is_dir():
+        raise ConfigError(f"--output {path}: this is a folder; give a file name")
+
+
+def _finish(record: dict[str, Any], output: Path | None, *, as_json: bool) -> None:
+    import json
+
+    from ctxext.cli.tables import print_record
+    from ctxext.evaluation.results import write_result
+
+    if output is not None:
+        write_result(record, output)
+    if as_json:
+        typer.echo(json.dumps(record, indent=2, allow_nan=False))
+    else:
+        print_record(record)
+    if output is not None:
+        typer.echo(f"wrote {output}", err=True)
+
+
+@contextmanager
+def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(unit, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)

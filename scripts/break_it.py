@@ -1,0 +1,94 @@
+"""Break the package on purpose, one fault at a time, and see whether the tests notice.
+
+    .venv/bin/python scripts/break_it.py
+
+Each fault is applied to a copy of the repository. A fault that the tests don't notice makes the exit status 1.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Fault(NamedTuple):
+    """A piece of code and what to put in its place."""
+
+    name: str
+    file: str
+    code: str
+    broken: str
+
+
+FAULTS = (
+    Fault("YaRN's ramp runs the other way", "ctxext/methods/yarn.py", "kept = 1 - (", "kept = 0 + ("),
+    Fault(
+        "a model's own base is lost",
+        "ctxext/families.py",
+        'theta = float(parameters["rope_theta"])',
+        "theta = 500_000.0",
+    ),
+    Fault(
+        "frequencies are a buffer that casts round",
+        "ctxext/rotary.py",
+        "self.inv_freq = self._exact.to(device)",
+        "self.inv_freq = fn(self.inv_freq)",
+    ),
+    Fault(
+        "angles are computed in the hidden states' dtype",
+        "ctxext/rope.py",
+        "position_ids[..., None].to(torch.float32) * inv_freq",
+        "position_ids[..., None].to(dtype) * inv_freq.to(dtype)",
+    ),
+    Fault(
+        "the attention factor is applied twice",
+        "ctxext/rope.py",
+        "cos = angles.cos() * attention_factor",
+        "cos = angles.cos() * attention_factor**2",
+    ),
+    Fault(
+        "the shared config is edited in place",
+        "ctxext/patching.py",
+        "extended = copy.deepcopy(config)",
+        "extended = config",
+    ),
+    Fault(
+        "perplexity averages the means of documents",
+        "ctxext/evaluation/perplexity.py",
+        "tokens=[len(x) for x in scored]",
+        "tokens=[1 for x in scored]",
+    ),
+)
+
+
+def main() -> None:
+    """Apply each fault and print what the tests said."""
+    unnoticed = []
+    for fault in FAULTS:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "ctxext"
+            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "results", ".*_cache"))
+            file = copy / fault.file
+            text = file.read_text()
+            if text.count(fault.code) != 1:
+                sys.exit(f"{fault.name}: the code to break stands {text.count(fault.code)} times in {fault.file}")
+            file.write_text(text.replace(fault.code, fault.broken))
+            command = [sys.executable, "-m", "pytest", "-x", "-m", "not slow", "--no-header", "-p", "no:cacheprovider"]
+            environment = {**os.environ, "PYTHONPATH": str(copy)}
+            run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+        failed = next((line for line in run.stdout.splitlines() if line.startswith("FAILED")), "")
+        if run.returncode != 1 or not failed:
+            unnoticed.append(fault.name)
+        print(f"{'noticed' if failed else 'NOT NOTICED':<12} {fault.name}\n{'':<12} {failed[:160]}", flush=True)
+    sys.exit(f"not noticed: {', '.join(unnoticed)}" if unnoticed else 0)
+
+
+if __name__ == "__main__":
+    main()

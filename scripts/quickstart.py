@@ -1,0 +1,145 @@
+"""Plain RoPE against YaRN on a real checkpoint: perplexity to 16k tokens and passkey retrieval, as table and picture.
+
+Everything it needs comes from installed packages: SmolLM2-135M-Instruct (trained to 8,192 tokens) and the language
+reference inside Python's standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import ctxext
+from ctxext.data import load_documents
+from ctxext.evaluation.passkey import evaluate_passkey
+from ctxext.evaluation.perplexity import evaluate_perplexity
+from ctxext.evaluation.results import result_record, write_result
+from ctxext.plotting import plot_comparison
+
+MODEL = "builtin:smollm2-135m"
+DATASET = "builtin:python-docs"
+STEP, LONGEST = 1024, 16_384
+PASSKEY_LENGTHS = (4096, 12_288)
+PASSKEY_DEPTHS = (0.1, 0.5, 0.9)
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for quickstart.json and quickstart.png.")] = Path("results"),
+    factor: Annotated[float, typer.Option(help="YaRN's factor.")] = 2.0,
+    trials: Annotated[int, typer.Option(help="Passkeys per length and depth.")] = 2,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+) -> None:
+    """Measure the plain model, patch it, measure again."""
+    started = time.monotonic()
+    errors = Console(stderr=True)
+    model, tokenizer = ctxext.load_model(MODEL, dtype=dtype)
+    method = ctxext.YaRN(factor=factor)
+    results: dict[str, Any] = {}
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=errors) as progress:
+        results["plain"] = measure(model, tokenizer, "plain", None, trials, dtype, progress)
+        with ctxext.patch(model, method):
+            report = str(ctxext.inspect(model))
+            results["yarn"] = measure(model, tokenizer, "yarn", method, trials, dtype, progress)
+    errors.print(f"finished in {time.monotonic() - started:.0f} s\n")
+
+    typer.echo(report)
+    print_tables(results)
+    output.mkdir(parents=True, exist_ok=True)
+    write_result(results, output / "quickstart.json")
+    plot_comparison(results, 8192, output / "quickstart.png")
+    typer.echo(f"\nwrote {output / 'quickstart.json'} and {output / 'quickstart.png'}")
+
+
+def measure(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    method: ctxext.Method | None,
+    trials: int,
+    dtype: str,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Both evaluations of the model as it is now, as result records."""
+    records = {}
+    lengths = range(STEP, LONGEST + 1, STEP)
+    settings: dict[str, Any] = {"lengths": tuple(lengths), "max_documents": 1}
+    bar = progress.add_task(f"{name}: perplexity to {LONGEST:,} tokens", total=None)
+    result: Any = evaluate_perplexity(
+        model, tokenizer, load_documents(DATASET), **settings, progress=_advance(progress, bar)
+    )
+    records["perplexity"] = _record("perplexity", result, model, tokenizer, method, dtype, settings)
+    settings = {"lengths": PASSKEY_LENGTHS, "depths": PASSKEY_DEPTHS, "trials": trials, "seed": 0}
+    bar = progress.add_task(f"{name}: passkey", total=None)
+    result = evaluate_passkey(model, tokenizer, **settings, progress=_advance(progress, bar))
+    records["passkey"] = _record("passkey", result, model, tokenizer, method, dtype, settings)
+    return records
+
+
+def print_tables(results: dict[str, Any]) -> None:
+    """The two tables of the README."""
+    console = Console()
+    by_length = {
+        name: {row["length"]: row for row in records["perplexity"]["rows"]} for name, records in results.items()
+    }
+    table = Table("perplexity", "to 4,096", "to 8,192", "to 16,384", "8k-12k", "12k-16k", box=None)
+    for name, rows in by_length.items():
+        parts = [_between(rows, 8192, 12_288), _between(rows, 12_288, 16_384)]
+        table.add_row(name, *(f"{rows[n]['perplexity']:.2f}" for n in (4096, 8192, 16_384)), *map(_format, parts))
+    console.print(table)
+    table = Table("passkey", *(f"{length:,} tokens" for length in PASSKEY_LENGTHS), box=None)
+    for name, records in results.items():
+        cells = []
+        for length in PASSKEY_LENGTHS:
+            rows = [row for row in records["passkey"]["rows"] if row["length"] == length]
+            cells.append(f"{sum(row['correct'] for row in rows)} of {sum(row['trials'] for row in rows)}")
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def _between(rows: dict[int, Any], low: int, high: int) -> float:
+    total = rows[high]["nll"] * rows[high]["tokens"] - rows[low]["nll"] * rows[low]["tokens"]
+    return math.exp(total / (rows[high]["tokens"] - rows[low]["tokens"]))
+
+
+def _format(value: float) -> str:
+    return f"{value:.2f}" if value < 1000 else f"{value:.3g}"
+
+
+def _record(
+    task: str,
+    result: Any,
+    model: Any,
+    tokenizer: Any,
+    method: ctxext.Method | None,
+    dtype: str,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    return result_record(
+        task,
+        result,
+        model=model,
+        model_id=MODEL,
+        tokenizer=tokenizer,
+        dataset_id=DATASET if task == "perplexity" else None,
+        method=None if method is None else method.model_dump(exclude_none=True, mode="json"),
+        patch=ctxext.inspect(model).summary(),
+        configuration=json.loads(json.dumps(settings)),
+        seed=settings.get("seed"),
+        dtype=dtype,
+    )
+
+
+def _advance(progress: Progress, bar: Any) -> Any:
+    return lambda done, total: progress.update(bar, completed=done, total=total or None)
+
+
+if __name__ == "__main__":
+    typer.run(main)

