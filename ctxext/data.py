@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from datasets import load_dataset
-from datasets.utils import logging as datasets_logging
 
 from ctxext.errors import ConfigError, DataError, nearest
 from ctxext.models import explain, looks_like_path, model_id
@@ -60,20 +60,19 @@ def load_documents(
     Raises:
         DataError: the data set can't be found or read, is empty, or has a row without text.
     """
-    if dataset.startswith("builtin:"):
-        return iter([_python_docs(dataset)])
     if not dataset.strip():
         raise DataError(f"the data set's name is empty: give a file, a folder, a hub id, or {PYTHON_DOCS}")
+    is_builtin = dataset.startswith("builtin:")
     path = Path(os.path.expanduser(dataset))
-    if not path.exists():
+    if not is_builtin and not path.exists():
         if looks_like_path(dataset):
             raise DataError(
-                f"{dataset!r} not found: it looks like a path (a hub id is owner/name), and nothing is there"
+                f"{dataset!r} not found: it looks like a path, not a hub id (owner/name); check the spelling"
             )
         return _read_hub(dataset, config_name, split, text_column)
     if config_name is not None or split is not None:
-        raise DataError(f"{dataset!r} is local and has no configurations or splits: leave out config_name and split")
-    return _read_files(_files(path, dataset), text_column)
+        raise DataError(f"{dataset!r} has no configurations or splits, only hub data sets have: leave them out")
+    return iter([_python_docs(dataset)]) if is_builtin else _read_files(_files(path, dataset), text_column)
 
 
 def dataset_id(dataset: str) -> str:
@@ -140,7 +139,8 @@ def _files(path: Path, dataset: str) -> list[Path]:
         names = sorted(entry.name for entry in path.iterdir())
         if f"{path.resolve().name}.py" in names:
             raise _script_error(dataset)
-        files = [path / name for name in names if Path(name).suffix.lower() in _LOADERS]
+        files = [path / name for name in names if Path(name).suffix.lower() in _LOADERS and name[0] != "."]
+        files = [file for file in files if file.is_file()]
         if not files:
             found = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             raise DataError(f"folder {dataset!r} has no {', '.join(_LOADERS)} file (found: {found or 'nothing'})")
@@ -167,7 +167,7 @@ def _read_files(files: list[Path], text_column: str) -> Iterator[Document]:
         options = {"sample_by": "document"} if loader == "text" else {}
         column = "text" if loader == "text" else text_column
         count = 0
-        for count, row in enumerate(_local_rows(file, loader, options), start=1):  # noqa: B007
+        for count, row in enumerate(_local_rows(file, loader, options), start=1):
             id_ = file.name if loader == "text" else f"{file.name}:{count}"
             yield Document(id_, _text(row, column, id_))
         if count == 0:
@@ -208,7 +208,7 @@ def _read_hub(dataset: str, config_name: str | None, split: str | None, text_col
 def _hub_documents(rows: Iterable[dict[str, Any]], source: str, text_column: str) -> Iterator[Document]:
     count = 0
     try:
-        for count, row in enumerate(rows, start=1):  # noqa: B007
+        for count, row in enumerate(rows, start=1):
             yield Document(f"{source}:{count}", _text(row, text_column, f"{source}:{count}"))
     except DataError:
         raise
@@ -233,9 +233,11 @@ def _text(row: dict[str, Any], column: str, where: str) -> str:
 @contextmanager
 def _silent_datasets() -> Iterator[None]:
     """No log lines of datasets about a local file: the error that follows them says the same."""
-    verbosity = datasets_logging.get_verbosity()
-    datasets_logging.set_verbosity(datasets_logging.CRITICAL)
+    levels = [(handler, handler.level) for handler in logging.getLogger("datasets").handlers]
+    for handler, _ in levels:
+        handler.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        datasets_logging.set_verbosity(verbosity)
+        for handler, level in levels:
+            handler.setLevel(level)

@@ -19,6 +19,7 @@ import transformers
 from huggingface_hub import errors as hub
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from ctxext.config import load_method
 from ctxext.errors import ModelLoadError, nearest
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def load_model(
     """
     torch_dtype = _torch_dtype(dtype)
     torch_device = _torch_device(device)
+    method = None if method is None else load_method(method)  # a mistake in it should not wait for the weights
     path = _find(name)
     if path is not None and revision is not None:
         raise ModelLoadError(f"revision {revision!r} has no meaning for {name!r}, which is local: leave it out")
@@ -102,9 +104,10 @@ def load_model(
     except Exception as error:  # whatever Transformers raises here is about the checkpoint or the way to it
         raise ModelLoadError(f"can't load {name!r}: {explain(error)}") from error
     if missing := sorted(loading["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelLoadError(
-            f"{name!r} lacks {len(missing)} weights of {type(model).__name__} ({missing[0]}, ...), which would be "
-            "random: give a complete checkpoint of a causal language model"
+            f"{name!r} lacks weights of {type(model).__name__}, which would be random ({missing[0]}{more}): give a "
+            "complete checkpoint of a causal language model"
         )
     model.eval()
     if method is not None:
@@ -123,9 +126,8 @@ def model_id(name: str) -> str:
 
 def looks_like_path(name: str) -> bool:
     """Whether ``name`` can only be meant as a path, so that a missing one must not become a hub id."""
-    return (
-        name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or name.lower().endswith(_FILE_SUFFIXES)
-    )
+    ends_like_path = name.lower().endswith((*_FILE_SUFFIXES, "/"))
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or ends_like_path
 
 
 def explain(error: BaseException) -> str:
@@ -138,7 +140,8 @@ def explain(error: BaseException) -> str:
     for kind, text in _HUB_PROBLEMS:
         if any(isinstance(cause, kind) for cause in causes):
             return text
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def _find(name: str) -> Path | None:
@@ -156,7 +159,7 @@ def _find(name: str) -> Path | None:
             raise ModelLoadError(f"{name!r} is a file, but not .gguf: give a .gguf file or a checkpoint folder")
         return path
     if looks_like_path(name):
-        raise ModelLoadError(f"{name!r} not found: it looks like a path (a hub id is owner/name), and nothing is there")
+        raise ModelLoadError(f"{name!r} not found: it looks like a path, not a hub id (owner/name); check the spelling")
     return None
 
 
@@ -182,14 +185,18 @@ def _check_folder(path: Path, name: str) -> None:
         raise ModelLoadError(
             f"folder {name!r} has no config.json (found: {found or 'nothing'}): give a checkpoint folder or .gguf file"
         )
-    if any(file.endswith(".safetensors") for file in files):
-        return
-    if any(file.endswith((".bin", ".pt", ".pth")) for file in files):
+    if not any(file.endswith(".safetensors") for file in files):
+        if any(file.endswith((".bin", ".pt", ".pth")) for file in files):
+            raise ModelLoadError(
+                f"folder {name!r} has pickled weights only, and reading a pickle can run code: if you trust it, "
+                "convert it to safetensors with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+            )
         raise ModelLoadError(
-            f"folder {name!r} has pickled weights only, and reading a pickle can run code: if you trust it, convert it "
-            "to safetensors with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+            f"folder {name!r} has no weights: put model.safetensors, or its shards, beside config.json"
         )
-    raise ModelLoadError(f"folder {name!r} has no weights: put model.safetensors, or its shards, beside config.json")
+    if not any(file.startswith(("tokenizer", "vocab", "tekken")) for file in files):
+        # Some releases of Transformers would make up an empty one.
+        raise ModelLoadError(f"folder {name!r} has no tokenizer: add one with tokenizer.save_pretrained(folder)")
 
 
 def _load_safetensors(source: str, origin: dict[str, Any], **options: Any) -> tuple[Any, Any]:

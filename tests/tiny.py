@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import ctxext
@@ -70,3 +76,48 @@ def model(family: str = "llama", *, seed: int = 0, **changes: Any) -> PreTrained
 def tokens(length: int, batch: int = 1, *, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+def logits(model: nn.Module, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, **inputs).logits
+
+
+def difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Largest difference of two elements."""
+    return (first.double() - second.double()).abs().max().item()
+
+
+def in_pieces(model: PreTrainedModel, ids: torch.Tensor, ends: Sequence[int], cache: Any) -> torch.Tensor:
+    """Logits of a forward pass in pieces that end at ``ends``, through a key-value cache."""
+    names = inspect.signature(model.forward).parameters
+    # Transformers 5.24 renames the argument; older releases also want positions for a static cache.
+    name = "cache" if "cache" in names else "past_key_values"
+    outputs = []
+    for start, end in itertools.pairwise([0, *ends]):
+        extra = {"cache_position": torch.arange(start, end)} if "cache_position" in names else {}
+        outputs.append(logits(model, ids[:, start:end], use_cache=True, **{name: cache}, **extra))
+    return torch.cat(outputs, dim=1)
+
+
+@contextmanager
+def transformers_log() -> Iterator[list[str]]:
+    """Everything that Transformers logs as a warning or worse."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextmanager
+def no_deprecations_logged() -> Iterator[None]:
+    # What Transformers' own assisted generation says about itself is not about ctxext.
+    own = "Passing `generation_config` together with generation-related arguments"
+    with transformers_log() as messages:
+        yield
+    assert [text for text in messages if "deprecat" in text.lower() and own not in text] == []

@@ -21,8 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from ctxext.data import resolve_bos, tokenize
 from ctxext.errors import ConfigError
-from ctxext.evaluation.scoring import equal_batches, evaluating, require_distinct, require_whole
-from ctxext.patching import unwrap
+from ctxext.evaluation.scoring import bare_model, equal_batches, evaluating, require_distinct, require_whole
 
 # The prompt, version passkey-v1, in the manner of Landmark Attention (https://arxiv.org/abs/2305.16300). Changing a
 # word here changes every result: raise the version. No filler sentence is longer than 20 characters, so that even a
@@ -151,17 +150,8 @@ def evaluate_passkey(
     Raises ConfigError for arguments out of range, a length too short for a prompt, or a tokenizer that can't spell
     the key.
     """
-    for length in lengths:
-        require_whole("lengths", length, 1)
-    for depth in depths:
-        if not 0 <= depth <= 1:
-            raise ConfigError(f"depths must lie between 0 and 1, got {depth!r}")
-    require_distinct("lengths", lengths)
-    require_distinct("depths", depths)
-    for name, value, least in (("trials", trials, 1), ("batch_size", batch_size, 1)):
-        require_whole(name, value, least)
-
-    model = unwrap(model)
+    check_arguments(lengths=lengths, depths=depths, trials=trials, batch_size=batch_size)
+    model = bare_model(model)
     with evaluating(model) as cost:
         samples = [
             build_sample(tokenizer, length=length, depth=depth, trial=trial, seed=seed, bos=bos)
@@ -195,6 +185,21 @@ def evaluate_passkey(
         wall_seconds=cost.wall_seconds,
         peak_memory_bytes=cost.peak_memory_bytes,
     )
+
+
+def check_arguments(
+    *, lengths: Sequence[int], depths: Sequence[float] = (0.1, 0.5, 0.9), trials: int = 5, batch_size: int = 1
+) -> None:
+    """Raise ConfigError for arguments that ``evaluate_passkey`` would not accept; needs no model."""
+    for length in lengths:
+        require_whole("lengths", length, 1)
+    for depth in depths:
+        if not 0 <= depth <= 1:
+            raise ConfigError(f"depths must lie between 0 and 1, got {depth!r}")
+    require_distinct("lengths", lengths)
+    require_distinct("depths", depths)
+    for name, value, least in (("trials", trials, 1), ("batch_size", batch_size, 1)):
+        require_whole(name, value, least)
 
 
 def _join(key: str, filler: Sequence[str], boundary: int) -> str:

