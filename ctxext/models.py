@@ -216,8 +216,8 @@ def _load_gguf(path: Path, **options: Any) -> tuple[Any, Any]:
     with _paused_collector():
         config = AutoConfig.from_pretrained(folder, gguf_file=file)
         _check_scaling_survived(path, config)
-        # AutoTokenizer would parse the whole file again, only to pick this class.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file)
+        # from_pretrained would prefer a tokenizer.json that lies beside the file. (Its constructor has no annotations.)
+        tokenizer = PreTrainedTokenizerFast(name_or_path=folder, gguf_file=file)  # type: ignore[no-untyped-call]
         loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, gguf_file=file, **options)
     return loaded, tokenizer
 

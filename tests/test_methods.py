@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
@@ -23,11 +24,12 @@ LLAMA2 = RopeSpec(10_000.0, 128, 4096)
 QWEN = RopeSpec(1_000_000.0, 128, 32768)
 SHAPES = [
     RopeSpec(theta, dim, original)
-    for theta in (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
+    for theta in (10_000.0, 500_000.0, 1_000_000.0)
     for dim in (16, 64, 80, 96, 128, 256)
-    for original in (512, 2048, 4096, 8192, 32768, 131_072)
+    for original in (512, 4096, 8192, 32768, 131_072)
 ]
 FACTORS = (1.0, 1.25, 2.0, 4.0, 10.0, 32.0)
+_CONFIG = LlamaConfig()
 # Rounding of a power in fp32: 6e-8 in the exponent times ln(1e6), and a few roundings after it.
 CLOSE = {"rtol": 1e-6, "atol": 0.0}
 
@@ -56,9 +58,8 @@ def by_parts(spec: RopeSpec, factor: float, alpha: float, beta: float) -> torch.
 
 
 def of_transformers(parameters: dict[str, Any], spec: RopeSpec, target: int) -> tuple[torch.Tensor, float]:
-    config = LlamaConfig(
-        head_dim=spec.rotary_dim, max_position_embeddings=target, rope_parameters={"rope_theta": spec.rope_theta}
-    )
+    config = copy.copy(_CONFIG)
+    config.head_dim, config.max_position_embeddings = spec.rotary_dim, target
     # Past the constructor, which completes and judges what it is given.
     config.rope_parameters = {"rope_theta": spec.rope_theta, **parameters}
     if parameters["rope_type"] == "default":
@@ -428,6 +429,7 @@ def test_original_length_scales_the_ramp() -> None:
     assert not torch.equal(frequencies(ctxext.YaRN(factor=4), LLAMA2), inherited)
 
 
+# What the test below starts from where a field means nothing by itself, and values other than the defaults.
 _BASE: dict[str, dict[str, Any]] = {
     "rope_theta": {"rope_theta": 1e6},
     "longrope": {"long_factor": [2] * 8},

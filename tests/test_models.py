@@ -295,6 +295,12 @@ def test_a_model_from_gguf_is_an_ordinary_one_that_stock_transformers_reads_afte
 
 
 @needs_gguf
+def test_the_tokenizer_comes_from_the_gguf_file_whatever_lies_beside_it(folder: Path) -> None:
+    path = write_gguf(folder / "model.gguf", tiny.model())
+    assert load_model(str(path), device="cpu")[1]("abb").input_ids == [3, 1]
+
+
+@needs_gguf
 def test_an_incomplete_gguf_file_is_refused(tmp_path: Path) -> None:
     assert "lacks" in refusal(write_gguf(tmp_path / "model.gguf"))
 

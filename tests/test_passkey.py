@@ -9,13 +9,12 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,12 +22,22 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+import tiny
 from ctxext.errors import ConfigError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.passkey import PasskeySample, build_sample, evaluate_passkey, score, wilson95
 
 DEPTHS = (0.0, 0.1, 0.5, 0.83, 1.0)
 CORPUS = [passkey.INSTRUCTION, *passkey.FILLER, passkey.NEEDLE, passkey.QUESTION, "0 1 2 3 4 5 6 7 8 9 2024 1999"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """On tensors this small, threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def byte_level_bpe() -> PreTrainedTokenizerFast:
@@ -211,29 +220,24 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from ctxext.evaluation.passkey import build_sample
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(sys.stdin.read()), bos_token="<s>")
-cells = [(length, depth, trial) for length in (500, 900) for depth in (0.1, 0.9) for trial in (0, 1)]
-samples = [build_sample(tokenizer, length=l, depth=d, trial=t, seed=7) for l, d, t in cells[:: int(sys.argv[1])]]
-print(json.dumps({s.id: [s.key, s.sha256] for s in samples}))
+samples = [
+    build_sample(tokenizer, length=length, depth=depth, trial=trial, seed=7)
+    for length, depth, trial in json.loads(sys.argv[1])
+]
+print(json.dumps([[sample.id, sample.key, sample.sha256] for sample in samples]))
 """
 
 
 def test_samples_are_the_same_in_every_process_and_order(bpe: Any) -> None:
-    runs = []
-    for order, hash_seed in (("1", "1"), ("-1", "2")):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        runs.append(
-            subprocess.Popen(
-                [sys.executable, "-c", BUILD, order],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment,
-                text=True,
-            )
-        )
-    first, second = (json.loads(run.communicate(bpe.backend_tokenizer.to_str())[0]) for run in runs)
-    assert first == second
-    alone = sample_of(bpe, length=900, depth=0.9, trial=1, seed=7)
-    assert first[alone.id] == [alone.key, alone.sha256]
+    cells = [(length, depth, trial) for length in (500, 900) for depth in (0.1, 0.9) for trial in (0, 1)]
+    here = [sample_of(bpe, length=n, depth=depth, trial=trial, seed=7) for n, depth, trial in cells]
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}  # this process's is random, or 0
+    command = [sys.executable, "-c", BUILD, json.dumps(cells[::-1])]
+    run = subprocess.run(
+        command, input=bpe.backend_tokenizer.to_str(), env=environment, capture_output=True, text=True, check=True
+    )
+    there = json.loads(run.stdout)
+    assert there == [[sample.id, sample.key, sample.sha256] for sample in here[::-1]]
 
 
 def test_building_a_16k_prompt_tokenises_no_more_than_three_times_its_text(
@@ -376,7 +380,7 @@ def test_progress_counts_prompts_to_the_end(bpe: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lengths": []}, "lengths is empty"),
+        ({"lengths": []}, "lengths: none given"),
         ({"lengths": [512, 512]}, "lengths holds a value twice"),
         ({"lengths": [512.5]}, "lengths must be a whole number"),
         ({"lengths": [512], "depths": [0.5, 1.2]}, "between 0 and 1, got 1.2"),
@@ -411,7 +415,7 @@ HOSTILE: dict[str, Any] = {
     "no_repeat_ngram_size": 1,
     "min_new_tokens": 12,
     "max_length": 30,
-    "bad_words_ids": [[i] for i in range(0, 120)],
+    "bad_words_ids": [[i] for i in range(120)],
     "suppress_tokens": list(range(60)),
     "begin_suppress_tokens": list(range(60, 120)),
     "sequence_bias": [[[121], 50.0]],
@@ -453,6 +457,16 @@ def test_decoding_is_greedy_whatever_the_models_own_settings() -> None:
         assert len(record["answer"]) > 2
 
 
+def test_generation_ends_at_any_of_the_models_end_tokens() -> None:
+    tokenizer, model = characters(), tiny.model(max_position_embeddings=1024)
+    [sample] = grid(tokenizer, [330], (0.5,), 1)
+    whole = greedy_by_hand(model, sample.input_ids, sample.max_new_tokens, end=-1)
+    end = next(token for token in whole[3:] if token not in whole[:3])
+    model.generation_config.eos_token_id = [2, end]
+    [record] = evaluate_passkey(model, tokenizer, lengths=[330], depths=(0.5,), trials=1).samples
+    assert record["answer"] == tokenizer.decode(whole[: whole.index(end)], skip_special_tokens=True)
+
+
 def test_the_models_own_settings_come_back_after_an_error() -> None:
     tokenizer, model = characters(), tiny.model()
     own = model.generation_config
@@ -481,7 +495,7 @@ def test_nothing_is_printed_or_warned_beyond_the_trained_length(
     capfd.readouterr()
     with caplog.at_level(logging.WARNING), warnings.catch_warnings():
         warnings.simplefilter("error")
-        evaluate_passkey(model, tokenizer, lengths=[512], trials=2, batch_size=2)
+        evaluate_passkey(model, tokenizer, lengths=[330], depths=(0.5,), trials=2, batch_size=2)
     assert capfd.readouterr() == ("", "")
     assert caplog.records == []
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+import tiny
 from ctxext.data import Document, fingerprint
 from ctxext.errors import ConfigError, CtxextError, DataError
 from ctxext.evaluation.perplexity import PerplexityResult, default_stride, evaluate_perplexity, windows
@@ -25,6 +27,15 @@ CHECKS = 2
 """Forward passes of the check of the head, before the first window."""
 ROUNDING = {"rel": 1e-5}
 """fp32 matrix products of other shapes add in another order."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """On tensors this small, threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def numbers(*, add_bos: bool) -> PreTrainedTokenizerFast:
@@ -45,7 +56,8 @@ def ids_of(doc: Document) -> Tensor:
     return torch.tensor([int(word) for word in doc.text.split()])
 
 
-def naive_losses(model: nn.Module, input_ids: Sequence[int]) -> Tensor:
+@functools.cache
+def naive_losses(model: nn.Module, input_ids: tuple[int, ...]) -> Tensor:
     """Losses of the second id onwards, from full logits in float64."""
     ids = torch.tensor([input_ids])
     with torch.no_grad():
@@ -62,8 +74,7 @@ def naive_sliding(model: nn.Module, doc: Document, window: int, stride: int, bos
         k = 0 if t < capacity else math.ceil((t + 1 - capacity) / stride)
         end = min(k * stride + capacity, len(x))
         begin = max(0, end - capacity)
-        given_ids = [BOS] * bos + x[begin:end]
-        losses.append(naive_losses(model, given_ids)[t - begin + bos - 1])
+        losses.append(naive_losses(model, (BOS,) * bos + tuple(x[begin:end]))[t - begin + bos - 1])
     return torch.stack(losses)
 
 
@@ -116,7 +127,7 @@ def test_prefix_scores_exactly_the_tokens_of_an_input_of_that_length(add_bos: bo
     model = tiny.model()
     result = evaluate(model, DOCS, lengths=[16, 33, 60], add_bos=add_bos)
     for row, length in zip(result.rows, [16, 33, 60], strict=True):
-        inputs = [([BOS] * add_bos + ids_of(doc).tolist())[:length] for doc in DOCS]
+        inputs = [((BOS,) * add_bos + tuple(ids_of(doc).tolist()))[:length] for doc in DOCS]
         losses = torch.cat([naive_losses(model, ids) for ids in inputs])
         assert (row["length"], row["documents"], row["tokens"]) == (length, 3, 3 * (length - 1))
         assert row["nll"] == pytest.approx(losses.mean().item(), **ROUNDING)
@@ -168,7 +179,7 @@ def test_the_headline_is_the_token_mean_and_not_the_mean_over_windows() -> None:
     model, [doc] = tiny.model(), DOCS[:1]
     losses = naive_sliding(model, doc, 32, 8, True)
     edges = [0, *[w.end for w in windows(90, 32, 8, True)]]
-    window_mean = torch.stack([losses[a:b].mean() for a, b in zip(edges, edges[1:], strict=False)]).mean().item()
+    window_mean = torch.stack([losses[a:b].mean() for a, b in itertools.pairwise(edges)]).mean().item()
     [row] = evaluate(model, [doc], protocol="sliding", windows=[32], stride=8).rows
     assert row["nll"] == pytest.approx(losses.mean().item(), **ROUNDING)
     assert abs(window_mean - losses.mean().item()) > 0.01
@@ -267,8 +278,8 @@ def test_no_document_long_enough_is_an_error_that_names_the_longest() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "lengths is empty"),
-        ({"protocol": "sliding"}, "windows is empty"),
+        ({}, "lengths: none given"),
+        ({"protocol": "sliding"}, "windows: none given"),
         ({"protocol": "stream", "lengths": [16]}, "'stream' is unknown"),
         ({"lengths": [16], "windows": [16]}, "takes lengths, not windows"),
         ({"protocol": "sliding", "lengths": [16], "windows": [16]}, "takes windows, not lengths"),
@@ -299,7 +310,12 @@ def test_a_loss_that_is_not_a_number_names_document_and_token() -> None:
     words = ["5"] * 60
     words[40] = "77"
     with pytest.raises(CtxextError, match=r"document 'bad': the loss of token 41 is nan"):
-        evaluate(Poisoned(), [Document("good", "5 " * 60), Document("bad", " ".join(words))], protocol="sliding", windows=[16])
+        evaluate(
+            Poisoned(),
+            [Document("good", "5 " * 60), Document("bad", " ".join(words))],
+            protocol="sliding",
+            windows=[16],
+        )
 
 
 def test_a_perplexity_too_large_for_a_number_is_none_beside_its_loss() -> None:

@@ -6,15 +6,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
+import tiny
 from ctxext.errors import ConfigError, UnsupportedModelError
 from ctxext.evaluation import scoring
 from ctxext.evaluation.scoring import check_head, equal_batches, evaluating, token_nll
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """On tensors this small, threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def naive_nll(model: nn.Module, ids: Tensor, n_targets: int) -> Tensor:
@@ -174,10 +183,10 @@ def test_a_model_without_an_output_head_is_refused() -> None:
 
 
 @pytest.fixture
-def half_trained() -> Iterator[nn.Module]:
+def half_trained() -> nn.Module:
     model = tiny.model(attention_dropout=0.5).train()
     model.lm_head.eval()
-    yield model
+    return model
 
 
 def test_evaluation_runs_without_dropout_and_leaves_every_mode_as_it_was(half_trained: nn.Module) -> None:

@@ -104,7 +104,7 @@ def _vocabulary_size(model: Any) -> int:
 def evaluating(model: Any) -> Iterator[Cost]:
     """Evaluation mode without gradients; on leaving, every module's mode is as before and the Cost is filled in."""
     training = [module for module in model.modules() if module.training] if isinstance(model, nn.Module) else []
-    device = torch.device(getattr(model, "device", "cpu"))
+    device = torch.device(getattr(bare_model(model), "device", "cpu"))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     cost, started = Cost(), time.perf_counter()
