@@ -122,13 +122,24 @@ def trained_rope(config: PretrainedConfig, method: Method, *, replace_scaling: b
     dim = rotary_dim(config)
     record = extension_record(config)
     if record is not None:
-        return RopeSpec(record["rope_theta"], dim, record["original_max_position_embeddings"])
+        if record["method"]["name"] != "rope_theta":
+            return RopeSpec(record["rope_theta"], dim, record["original_max_position_embeddings"])
+        if method.original_max_position_embeddings is None:
+            raise UnsupportedModelError(
+                f"the checkpoint was given a new base with ctxext ({record['method']}), and how far it was then "
+                "trained is not recorded; give original_max_position_embeddings in the method"
+            )
     theta = float(parameters["rope_theta"])
     rope_type = str(parameters.get("rope_type", "default"))
+    given = method.original_max_position_embeddings
+    if "type" in parameters and parameters["type"] != rope_type:
+        raise UnsupportedModelError(
+            f"config.rope_parameters name two scalings, type {parameters['type']!r} and rope_type {rope_type!r}; "
+            "remove the wrong one from config.json"
+        )
     if rope_type == "default":
         return RopeSpec(theta, dim, config.max_position_embeddings)
 
-    given = method.original_max_position_embeddings
     recorded = parameters.get(
         "original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None)
     )
@@ -136,6 +147,12 @@ def trained_rope(config: PretrainedConfig, method: Method, *, replace_scaling: b
         raise UnsupportedModelError(
             f"the checkpoint is already scaled with {rope_type} ({_short(parameters)}), which a factor can't be "
             "relative to; pass replace_scaling=True (--replace-scaling) to start again from the unscaled base"
+        )
+    if given is None and rope_type == "yarn" and recorded == config.max_position_embeddings:
+        raise UnsupportedModelError(
+            f"the checkpoint is already scaled with yarn ({_short(parameters)}), and its trained length is given as "
+            "its max_position_embeddings, which Transformers also fills in where none is recorded; give "
+            "original_max_position_embeddings in the method"
         )
     if given is None and recorded is None:
         raise UnsupportedModelError(
@@ -147,28 +164,37 @@ def trained_rope(config: PretrainedConfig, method: Method, *, replace_scaling: b
 
 
 def extension_record(config: PretrainedConfig) -> dict[str, Any] | None:
-    """What ``patch`` wrote into a saved checkpoint about the base that it extended, or None.
-
-    A changed base (``rope_theta``) makes a new base of its own and has no factor that could compound.
+    """What ``patch`` wrote into a saved checkpoint about its method and the base that it extended, or None.
 
     Raises:
-        UnsupportedModelError: ``rope_parameters`` were changed by hand since.
+        UnsupportedModelError: the record can't be read, or ``rope_parameters`` were changed by hand since.
     """
     record = getattr(config, "ctxext", None)
-    if not isinstance(record, dict) or record.get("method", {}).get("name") == "rope_theta":
+    if record is None:
         return None
-    parameters, theta = rope_parameters(config), record["rope_theta"]
-    settings = record["method"]
-    if settings.get("name") in METHODS:
-        method = method_class(settings).model_validate(settings)
-        spec = RopeSpec(theta, rotary_dim(config), record["original_max_position_embeddings"])
-        expected = method.rope_parameters(spec)
-        if any(parameters.get(key) != value for key, value in expected.items()):
-            raise UnsupportedModelError(
-                f"config.ctxext says that this checkpoint was extended with {settings}, but its rope_parameters "
-                f"({_short(parameters)}) are others; remove the key ctxext from config.json if they are meant"
-            )
-    return record
+    try:
+        settings = dict(record["method"])
+        spec = RopeSpec(
+            float(record["rope_theta"]), rotary_dim(config), int(record["original_max_position_embeddings"])
+        )
+        known = settings["name"] in METHODS
+        expected = method_class(settings).model_validate(settings).rope_parameters(spec) if known else {}
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"config.ctxext, which says how this checkpoint was extended, can't be read ({type(error).__name__}); it "
+            "may come from a newer ctxext; remove the key from config.json to take the checkpoint as it is"
+        ) from error
+    parameters = rope_parameters(config)
+    if any(parameters.get(key) != value for key, value in expected.items()):
+        raise UnsupportedModelError(
+            f"config.ctxext says that this checkpoint was extended with {settings}, but its rope_parameters "
+            f"({_short(parameters)}) are others; remove the key ctxext from config.json if they are meant"
+        )
+    return {
+        "method": settings,
+        "rope_theta": spec.rope_theta,
+        "original_max_position_embeddings": spec.original_max_position_embeddings,
+    }
 
 
 def check_trained_length(config: PretrainedConfig, rotary: nn.Module, method: Method) -> None:

@@ -18,7 +18,15 @@ from ctxext.families import (
     stock_frequencies,
     window_layers,
 )
-from ctxext.patching import Patch, active_patch, fingerprint, measured_rotation, same_up_to_rounding, unwrap
+from ctxext.patching import (
+    Patch,
+    active_patch,
+    fingerprint,
+    loaded_frequencies,
+    measured_rotation,
+    same_up_to_rounding,
+    unwrap,
+)
 from ctxext.rope import default_inv_freq, wavelengths
 
 _ROWS = 12
@@ -116,8 +124,10 @@ class Inspection:
     def _table(self) -> list[str]:
         count = len(self.inv_freq)
         shown = sorted({round(i * (count - 1) / (_ROWS - 1)) for i in range(_ROWS)})
-        before = wavelengths(torch.tensor(self.base_inv_freq)).tolist()
-        after = wavelengths(torch.tensor(self.inv_freq)).tolist()
+        before, after = (
+            wavelengths(torch.tensor(frequencies, dtype=torch.float64, device="cpu")).tolist()
+            for frequencies in (self.base_inv_freq, self.inv_freq)
+        )
         lines = ["dimension   wavelength before        after   slowed by   turns in trained length"]
         for i in shown:
             turns = self.original_max_position_embeddings / before[i]
@@ -156,8 +166,13 @@ def inspect(model: nn.Module) -> Inspection:
     attention_factor = float(rotary.attention_scaling)
     if patch is not None:
         problems += _differences_from_method(patch, rotary)
-    theta, original = _trained(patch, config, rotary)
-    notes = _notes(patch, config)
+    try:
+        record = extension_record(config)
+    except CtxextError as error:
+        record = None
+        problems += [] if problems else [str(error)]
+    theta, original = _trained(patch, record, config, rotary)
+    notes = _notes(patch, record, config)
     return Inspection(
         model=type(model).__name__,
         model_type=family.model_type,
@@ -187,8 +202,13 @@ def _disagreements(patch: Patch | None, rotary: Any, config: Any, live: torch.Te
         if patch is not None
         else "extend the model with ctxext.patch(model, method) instead"
     )
-    if patch is not None and config.rope_parameters != patch.written_rope_parameters:
-        changed = _changed_keys(patch.written_rope_parameters, config.rope_parameters)
+    if patch is not None and config is not patch.config:
+        return [
+            "the patch was put on the decoder alone, so this model's own config knows nothing of it and is "
+            "not in effect: save_pretrained would lose the method; unpatch, and patch the whole model"
+        ]
+    if patch is not None and config.rope_parameters != patch.written["rope_parameters"]:
+        changed = _changed_keys(patch.written["rope_parameters"], config.rope_parameters)
         problems.append(
             f"config.rope_parameters ({changed}) were edited after patching and are not in effect; {reload}"
         )
@@ -197,6 +217,17 @@ def _disagreements(patch: Patch | None, rotary: Any, config: Any, live: torch.Te
         problems.append(
             f"config.max_position_embeddings ({config.max_position_embeddings}) was edited after patching; it scales "
             f"nothing and is not in effect: the target is {patch.method.lengths(patch.spec).target}"
+        )
+    parameters = getattr(config, "rope_parameters", None) or {}
+    unread = [key for key in parameters if key not in ("rope_type", "rope_theta", "type", "partial_rotary_factor")]
+    if patch is None and unread and parameters.get("rope_type") == "default":
+        problems.append(
+            f"config.rope_parameters have {', '.join(unread)}, which rope_type default doesn't read: "
+            f"not in effect; {reload}"
+        )
+    if getattr(config, "rope_theta", None) not in (None, parameters.get("rope_theta")):
+        problems.append(
+            f"config.rope_theta ({config.rope_theta}) is not in effect: Transformers reads rope_parameters; {reload}"
         )
     loaded = getattr(rotary, "original_max_seq_len", None)
     if loaded not in (None, config.max_position_embeddings):
@@ -218,17 +249,18 @@ def _disagreements(patch: Patch | None, rotary: Any, config: Any, live: torch.Te
             f"config.rope_parameters ask for {rope_type}, but the model was loaded with {rotary.rope_type}: "
             f"the edit is not in effect; {reload}"
         )
-    elif live is not None and (
-        not same_up_to_rounding(live, expected) or abs(attention_factor - rotary.attention_scaling) > 1e-6
-    ):
-        if rope_type in ("dynamic", "longrope") and patch is None:
-            problems.append(f"{rope_type}: the live frequencies are those of the last input, not of the config")
-        else:
-            problems.append(
-                "the live frequencies are not those of config.rope_parameters, which were edited after loading and are "
-                f"not in effect; {reload}"
-            )
-    elif live is not None and not torch.allclose(live, expected, rtol=1e-6, atol=0):
+        return problems
+    if live is None:
+        return problems
+    loaded_with = live if patch is not None else loaded_frequencies(rotary)
+    if not same_up_to_rounding(loaded_with, expected) or abs(attention_factor - rotary.attention_scaling) > 1e-6:
+        problems.append(
+            "the live frequencies are not those of config.rope_parameters, which were edited after loading and are "
+            f"not in effect; {reload}"
+        )
+    elif not same_up_to_rounding(live, expected):
+        problems.append(f"{rope_type}: the live frequencies are those of the last input, not of the config")
+    elif not torch.allclose(live, expected, rtol=1e-6, atol=0):
         problems.append(
             "the frequencies were rounded to 16 bits when the model was cast; load it with from_pretrained(dtype=...) "
             "instead, or patch it: ctxext keeps them in fp32"
@@ -247,12 +279,11 @@ def _differences_from_method(patch: Patch, rotary: nn.Module) -> list[str]:
     return []
 
 
-def _trained(patch: Patch | None, config: Any, rotary: Any) -> tuple[float, int]:
+def _trained(patch: Patch | None, record: dict[str, Any] | None, config: Any, rotary: Any) -> tuple[float, int]:
     """Base and trained length, as far as they can be told."""
     if patch is not None:
         return patch.spec.rope_theta, patch.method.lengths(patch.spec).original
     try:
-        record = extension_record(config)
         parameters = rope_parameters(config)
     except CtxextError:
         return float(getattr(rotary.config, "default_theta", 10_000.0)), config.max_position_embeddings
@@ -269,7 +300,7 @@ def _changed_keys(written: dict[str, Any], now: Any) -> str:
     return ", ".join(f"{key}: {_short(written.get(key))} -> {_short(now.get(key))}" for key in keys)
 
 
-def _notes(patch: Patch | None, config: Any) -> list[str]:
+def _notes(patch: Patch | None, record: dict[str, Any] | None, config: Any) -> list[str]:
     notes = []
     windows = window_layers(config)
     if windows is not None:
@@ -277,8 +308,7 @@ def _notes(patch: Patch | None, config: Any) -> list[str]:
             f"{windows[0]} of {config.num_hidden_layers} layers attend to a sliding window of {windows[1]} tokens: "
             "nothing beyond it is seen there"
         )
-    record = getattr(config, "ctxext", None)
-    if patch is None and isinstance(record, dict):
+    if patch is None and record is not None:
         notes.append(f"this checkpoint was saved with ctxext's {record['method']}")
     if patch is not None and patch.method.lengths(patch.spec).factor == 1:
         notes.append("the target length is the trained length; give factor or max_position_embeddings to raise it")

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ctxext.config import load_method
-from ctxext.errors import PatchError
+from ctxext.errors import PatchError, UnsupportedModelError
 from ctxext.families import (
     Family,
     check_trained_length,
@@ -35,6 +35,7 @@ from ctxext.rotary import ScaledRotaryEmbedding
 
 _HANDLE = "_ctxext_patch"
 _PROBES = (1, 4099, 1_000_003)
+_OWN_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim", "ctxext")
 
 
 class Patch:
@@ -58,18 +59,19 @@ class Patch:
         self.spec = spec
         self.original_config: PretrainedConfig = model.config
         self.config = config
-        self.written_rope_parameters = copy.deepcopy(config.rope_parameters)
+        self.written = copy.deepcopy(vars(config))
         self.original_rotary = rotary
         self.rotary = ScaledRotaryEmbedding(*method.frequencies(spec), device=_device(rotary))
         hook = getattr(rotary, "_hf_hook", None)
         if hook is not None:
             add_hook_to_module(self.rotary, copy.copy(hook))
         self._family = family
+        self._wrappers: list[nn.Module] = []
 
     @property
     def active(self) -> bool:
         """Whether this patch is the one that is on the model now."""
-        return vars(self.model).get(_HANDLE) is self
+        return vars(self.model.base_model).get(_HANDLE) is self
 
     def remove(self) -> None:
         """Restore the model; a patch that is already off stays off.
@@ -81,10 +83,13 @@ class Patch:
             self._remove_from(self.model)
 
     def _install(self, outer: nn.Module) -> None:
+        inner = set(self.model.modules())
+        # Wrappers may hold the config too, as PEFT's do.
+        self._wrappers = [module for module in outer.modules() if module not in inner and "config" in vars(module)]
         try:
             _swap_config(outer, self.original_config, self.config)
             setattr(self.model.base_model, self._family.rotary, self.rotary)
-            setattr(self.model, _HANDLE, self)
+            setattr(self.model.base_model, _HANDLE, self)
             _prove(self)
         except BaseException:
             self._restore(outer)
@@ -96,14 +101,21 @@ class Patch:
                 f"the {self.method.name} patch can't come off: another program has replaced the model's rotary "
                 "embedding or config since; undo that first"
             )
-        _follow(self.original_rotary, self.original_config, _device(self.rotary))
+        device = _device(self.rotary)
+        if device.type == "meta":  # filled since by load_state_dict(assign=True), which moves no module
+            device = next(self.model.parameters()).device
+        _follow(self.original_rotary, self.original_config, device)
         self._restore(outer)
 
     def _restore(self, outer: nn.Module) -> None:
         setattr(self.model.base_model, self._family.rotary, self.original_rotary)
-        _swap_config(outer, self.config, self.original_config)
-        _swap_config(self.model, self.config, self.original_config)
-        vars(self.model).pop(_HANDLE, None)
+        # What a user changed meanwhile (attention, vocabulary, ...) was meant for the model, not for the patch.
+        for key, value in vars(self.config).items():
+            if key not in _OWN_KEYS and (key not in self.written or self.written[key] != value):
+                vars(self.original_config)[key] = value
+        for root in (outer, self.model, *self._wrappers):
+            _swap_config(root, self.config, self.original_config)
+        vars(self.model.base_model).pop(_HANDLE, None)
 
     def __enter__(self) -> Patch:
         return self
@@ -150,6 +162,7 @@ def patch(
     previous = active_patch(base)
     if previous is None:
         new = _prepare(base, method, replace_scaling=replace_scaling)
+        _warn_about_windows(new.config)
         new._install(model)
     else:
         if not replace:
@@ -160,11 +173,11 @@ def patch(
         previous._remove_from(model)
         try:
             new = _prepare(base, method, replace_scaling=replace_scaling)
+            _warn_about_windows(new.config)
             new._install(model)
         except BaseException:
             previous._install(model)
             raise
-    _warn_about_windows(base.config)
     return new
 
 
@@ -182,14 +195,21 @@ def unpatch(model: nn.Module) -> None:
 
 def active_patch(model: nn.Module) -> Patch | None:
     """The patch that is on a model, or None."""
-    found: Patch | None = vars(unwrap(model)).get(_HANDLE)
+    bare = unwrap(model)
+    found: Patch | None = vars(getattr(bare, "base_model", bare)).get(_HANDLE)
     return found
 
 
 def unwrap(model: nn.Module) -> Any:
-    """The Transformers model inside PEFT, DDP, DataParallel, DeepSpeed and ``torch.compile`` wrappers."""
+    """The Transformers model inside PEFT, DDP, DataParallel, DeepSpeed and ``torch.compile`` wrappers.
+
+    Raises:
+        UnsupportedModelError: not a torch module.
+    """
     while True:
-        inner = extract_model_from_parallel(model)
+        if not isinstance(model, nn.Module):
+            raise UnsupportedModelError(f"{type(model).__name__} is not supported: expected a model of Transformers")
+        inner: Any = getattr(model, "_orig_mod", None) or extract_model_from_parallel(model, keep_fp32_wrapper=True)
         if hasattr(inner, "get_base_model") and not isinstance(inner, PreTrainedModel):
             inner = inner.get_base_model()
         if inner is model:
@@ -211,7 +231,8 @@ def measured_rotation(rotary: nn.Module, frequencies: int) -> tuple[torch.Tensor
     if device.type == "meta":
         device = torch.device("cpu")
     positions = torch.tensor([_PROBES], device=device)
-    cos, sin = rotary(torch.zeros(1, len(_PROBES), 1, device=device), position_ids=positions)
+    states = torch.zeros(1, len(_PROBES), 1, device=device, dtype=torch.float32)
+    cos, sin = rotary(states, position_ids=positions)
     return cos[0, :, :frequencies].double().cpu(), sin[0, :, :frequencies].double().cpu()
 
 
@@ -221,7 +242,18 @@ def _prepare(model: Any, method: Method, *, replace_scaling: bool) -> Patch:
     check_trained_length(model.config, rotary, method)
     _check_live_matches_config(rotary, model.config)
     spec = trained_rope(model.config, method, replace_scaling=replace_scaling)
+    _check_frequencies(method, spec)
     return Patch(model, family, method, spec, _extended_config(model.config, method, spec))
+
+
+def _check_frequencies(method: Method, spec: RopeSpec) -> None:
+    inv_freq, _ = method.frequencies(spec)
+    usable = int((inv_freq.isfinite() & (inv_freq > 0)).sum())
+    if inv_freq.shape != (spec.rotary_dim // 2,) or usable != inv_freq.numel():
+        raise PatchError(
+            f"method {method.name} gives frequencies of shape {tuple(inv_freq.shape)}, of which {usable} are positive "
+            f"numbers; the model needs {spec.rotary_dim // 2}"
+        )
 
 
 def _extended_config(config: PretrainedConfig, method: Method, spec: RopeSpec) -> PretrainedConfig:
@@ -253,13 +285,18 @@ def _check_live_matches_config(rotary: Any, config: PretrainedConfig) -> None:
             f"Transformers can't build a rotary embedding from config.rope_parameters ({error!r}); "
             "they were probably edited after loading and are not in effect: load the model again"
         ) from error
-    # Modules that follow the input's length keep the frequencies that they were loaded with under another name.
-    live = rotary.original_inv_freq if rope_type in ("dynamic", "longrope") else rotary.inv_freq
-    if rope_type != rotary.rope_type or not same_up_to_rounding(live, inv_freq):
+    if rope_type != rotary.rope_type or not same_up_to_rounding(loaded_frequencies(rotary), inv_freq):
         raise PatchError(
             "config.rope_parameters were edited after loading and are not in effect; "
             "load the model again, and put the change into the method"
         )
+
+
+def loaded_frequencies(rotary: Any) -> torch.Tensor:
+    """The frequencies that a stock module was loaded with, even if it has since followed the length of an input."""
+    follows = rotary.rope_type in ("dynamic", "longrope")
+    frequencies: torch.Tensor = rotary.original_inv_freq if follows else rotary.inv_freq
+    return frequencies
 
 
 def same_up_to_rounding(live: torch.Tensor, exact: torch.Tensor) -> bool:
@@ -272,21 +309,29 @@ def same_up_to_rounding(live: torch.Tensor, exact: torch.Tensor) -> bool:
 def _prove(patch: Patch) -> None:
     """Read the rotation back from the module that the model calls, and from the config that would be saved."""
     inv_freq, attention_factor = patch.method.frequencies(patch.spec)
+    inv_freq = inv_freq.detach().float().cpu()
+    name = patch.method.name
     live = rotary_module(patch.model, find_family(patch.model))
-    assert live is not None
+    assert live is not None  # find_family has seen it
     cos, sin = measured_rotation(live, inv_freq.numel())
-    angles = torch.tensor(_PROBES, dtype=torch.float32)[:, None] * inv_freq
+    angles = torch.tensor(_PROBES, dtype=torch.float32, device="cpu")[:, None] * inv_freq
     # The module computes in fp32 as here; only the cosine and sine of large angles leave room for rounding.
     expected = attention_factor * angles.double().cos(), attention_factor * angles.double().sin()
     if not (torch.allclose(cos, expected[0], atol=1e-5) and torch.allclose(sin, expected[1], atol=1e-5)):
         raise PatchError(
-            f"after patching, {type(live).__name__} does not rotate by the frequencies of {patch.method.name}; "
+            f"after patching, {type(live).__name__} does not rotate by the frequencies of {name}; "
             "another program may have wrapped it. The model was restored"
         )
-    saved, saved_factor, _ = stock_frequencies(type(patch.original_rotary), patch.model.config)
+    try:
+        saved, saved_factor, _ = stock_frequencies(type(patch.original_rotary), patch.model.config)
+    except Exception as error:
+        raise PatchError(
+            f"Transformers can't load the rope_parameters() of method {name} ({type(error).__name__}: {error}). "
+            "The model was restored"
+        ) from error
     if not torch.allclose(saved, inv_freq, rtol=1e-6, atol=0) or abs(saved_factor - attention_factor) > 1e-6:
         raise PatchError(
-            f"rope_parameters of {patch.method.name} would load with other frequencies than the model has now; "
+            f"rope_parameters of {name} would load with other frequencies than the model has now; "
             "the method's rope_parameters() doesn't match its frequencies(). The model was restored"
         )
 

@@ -34,7 +34,8 @@ def position_frequencies(rope_theta: float, rotary_dim: int) -> torch.Tensor:
     give equal bits, and a framework that builds floating ranges in half precision does no harm.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / rotary_dim
-    return torch.as_tensor(rope_theta**exponents, dtype=torch.float32)
+    positions: torch.Tensor = rope_theta**exponents
+    return positions
 
 
 def default_inv_freq(rope_theta: float, rotary_dim: int) -> torch.Tensor:

@@ -20,9 +20,11 @@ class ScaledRotaryEmbedding(nn.Module):
 
     def __init__(self, inv_freq: torch.Tensor, attention_factor: float, device: torch.device | None = None) -> None:
         super().__init__()
-        self._exact = inv_freq.detach().to(device="cpu", dtype=torch.float32)
+        self._exact = inv_freq.detach().to(device="cpu", dtype=torch.float32, copy=True)
         self.inv_freq = self._exact.to(device or self._exact.device)
         self.attention_scaling = float(attention_factor)
+        # DDP counts buffers when it wraps a model and fails if none are left; this one holds nothing.
+        self.register_buffer("placeholder", torch.empty(0, device=self.inv_freq.device), persistent=False)
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine ``[B, T, d]`` in the dtype and on the device of the hidden states ``x`` ``[B, T, D]``."""

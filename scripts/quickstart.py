@@ -27,28 +27,43 @@ from ctxext.plotting import plot_comparison
 MODEL = "builtin:smollm2-135m"
 DATASET = "builtin:python-docs"
 STEP, LONGEST = 1024, 16_384
-PASSKEY_LENGTHS = (4096, 12_288)
-PASSKEY_DEPTHS = (0.1, 0.5, 0.9)
+Grid = tuple[tuple[int, ...], tuple[float, ...], int]
+PASSKEY_GRIDS = (
+    # (lengths, depths, trials): the first that fits the time left is run. A smaller grid is a part of a larger one.
+    ((4096, 12_288), (0.1, 0.5, 0.9), 3),
+    ((4096, 12_288), (0.1, 0.5, 0.9), 2),
+    ((4096, 12_288), (0.1, 0.5, 0.9), 1),
+    ((4096, 12_288), (0.5, 0.9), 1),
+    ((12_288,), (0.5, 0.9), 1),
+)
 
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder for quickstart.json and quickstart.png.")] = Path("results"),
     factor: Annotated[float, typer.Option(help="YaRN's factor.")] = 2.0,
-    trials: Annotated[int, typer.Option(help="Passkeys per length and depth.")] = 2,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    minutes: Annotated[
+        float, typer.Option(help="Time to keep to, set-up included: the passkey grid is the largest that fits.")
+    ] = 7.5,
+    started: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:
     """Measure the plain model, patch it, measure again."""
-    started = time.monotonic()
+    started = started or time.time()
     errors = Console(stderr=True)
     model, tokenizer = ctxext.load_model(MODEL, dtype=dtype)
     method = ctxext.YaRN(factor=factor)
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"plain": {}, "yarn": {}}
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=errors) as progress:
-        results["plain"] = measure(model, tokenizer, "plain", None, trials, dtype, progress)
+        results["plain"]["perplexity"] = perplexity(model, tokenizer, "plain", None, dtype, progress)
         with ctxext.patch(model, method):
             report = str(ctxext.inspect(model))
-            results["yarn"] = measure(model, tokenizer, "yarn", method, trials, dtype, progress)
-    errors.print(f"finished in {time.monotonic() - started:.0f} s\n")
+            results["yarn"]["perplexity"] = perplexity(model, tokenizer, "yarn", method, dtype, progress)
+        one_pass = results["plain"]["perplexity"]["provenance"]["wall_seconds"]
+        grid = largest_grid(one_pass, 60 * minutes - (time.time() - started))
+        results["plain"]["passkey"] = passkey(model, tokenizer, "plain", None, dtype, grid, progress)
+        with ctxext.patch(model, method):
+            results["yarn"]["passkey"] = passkey(model, tokenizer, "yarn", method, dtype, grid, progress)
+    errors.print(f"finished in {time.time() - started:.0f} s\n")
 
     typer.echo(report)
     print_tables(results)
@@ -58,29 +73,42 @@ def main(
     typer.echo(f"\nwrote {output / 'quickstart.json'} and {output / 'quickstart.png'}")
 
 
-def measure(
-    model: Any,
-    tokenizer: Any,
-    name: str,
-    method: ctxext.Method | None,
-    trials: int,
-    dtype: str,
-    progress: Progress,
+def perplexity(
+    model: Any, tokenizer: Any, name: str, method: ctxext.Method | None, dtype: str, progress: Progress
 ) -> dict[str, Any]:
-    """Both evaluations of the model as it is now, as result records."""
-    records = {}
-    lengths = range(STEP, LONGEST + 1, STEP)
-    settings: dict[str, Any] = {"lengths": tuple(lengths), "max_documents": 1}
+    """Perplexity of the model as it is now, in steps of 1,024 tokens from one pass."""
+    settings: dict[str, Any] = {"lengths": tuple(range(STEP, LONGEST + 1, STEP)), "max_documents": 1}
     bar = progress.add_task(f"{name}: perplexity to {LONGEST:,} tokens", total=None)
-    result: Any = evaluate_perplexity(
+    result = evaluate_perplexity(
         model, tokenizer, load_documents(DATASET), **settings, progress=_advance(progress, bar)
     )
-    records["perplexity"] = _record("perplexity", result, model, tokenizer, method, dtype, settings)
-    settings = {"lengths": PASSKEY_LENGTHS, "depths": PASSKEY_DEPTHS, "trials": trials, "seed": 0}
+    return _record("perplexity", result, model, tokenizer, method, dtype, settings)
+
+
+def passkey(
+    model: Any, tokenizer: Any, name: str, method: ctxext.Method | None, dtype: str, grid: Grid, progress: Progress
+) -> dict[str, Any]:
+    """Passkey retrieval of the model as it is now."""
+    lengths, depths, trials = grid
+    settings: dict[str, Any] = {"lengths": lengths, "depths": depths, "trials": trials, "seed": 0}
     bar = progress.add_task(f"{name}: passkey", total=None)
     result = evaluate_passkey(model, tokenizer, **settings, progress=_advance(progress, bar))
-    records["passkey"] = _record("passkey", result, model, tokenizer, method, dtype, settings)
-    return records
+    return _record("passkey", result, model, tokenizer, method, dtype, settings)
+
+
+def largest_grid(one_pass: float, seconds: float) -> Grid:
+    """The largest passkey grid that two methods finish in the time left, or the smallest there is.
+
+    Args:
+        one_pass: seconds that a pass of ``LONGEST`` tokens took. A prompt's time is taken as quadratic in its length,
+            with a tenth on top for decoding.
+        seconds: time left.
+    """
+    for lengths, depths, trials in PASSKEY_GRIDS:
+        needed = 2 * trials * len(depths) * sum(1.1 * one_pass * (length / LONGEST) ** 2 for length in lengths)
+        if needed <= seconds:
+            break
+    return lengths, depths, trials
 
 
 def print_tables(results: dict[str, Any]) -> None:
@@ -94,10 +122,11 @@ def print_tables(results: dict[str, Any]) -> None:
         parts = [_between(rows, 8192, 12_288), _between(rows, 12_288, 16_384)]
         table.add_row(name, *(f"{rows[n]['perplexity']:.2f}" for n in (4096, 8192, 16_384)), *map(_format, parts))
     console.print(table)
-    table = Table("passkey", *(f"{length:,} tokens" for length in PASSKEY_LENGTHS), box=None)
+    lengths = sorted({row["length"] for row in results["plain"]["passkey"]["rows"]})
+    table = Table("passkey", *(f"{length:,} tokens" for length in lengths), box=None)
     for name, records in results.items():
         cells = []
-        for length in PASSKEY_LENGTHS:
+        for length in lengths:
             rows = [row for row in records["passkey"]["rows"] if row["length"] == length]
             cells.append(f"{sum(row['correct'] for row in rows)} of {sum(row['trials'] for row in rows)}")
         table.add_row(name, *cells)

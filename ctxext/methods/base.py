@@ -113,7 +113,8 @@ class Method(BaseModel, ABC):
                     f"method {self.name}: max_position_embeddings {target} is below the trained length {original}"
                 )
             factor = target / original
-        return Lengths(original, factor, target if target is not None else int(factor * original))
+        # Rounded first, because 2.3 * 100 is 229.99999999999997.
+        return Lengths(original, factor, target if target is not None else int(round(factor * original, 6)))
 
     @abstractmethod
     def frequencies(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -30,7 +30,7 @@ class LongRoPE(Method):
     reference: ClassVar[str] = "https://arxiv.org/abs/2402.13753"
 
     name: Literal["longrope"] = "longrope"
-    long_factor: tuple[Number, ...] = Field(
+    long_factor: tuple[Annotated[Number, Field(gt=0)], ...] = Field(
         min_length=1, description="One divisor for each of the d/2 frequencies (lambda in the paper)."
     )
     attention_factor: Number | None = Field(
@@ -43,9 +43,7 @@ class LongRoPE(Method):
                 f"method longrope: long_factor has {len(self.long_factor)} numbers, "
                 f"but the model has {spec.rotary_dim // 2} frequencies"
             )
-        if min(self.long_factor) <= 0:
-            raise ConfigError(f"method longrope: long_factor must be positive, got {min(self.long_factor):g}")
-        factors = torch.tensor(self.long_factor, dtype=torch.float32)
+        factors = torch.tensor(self.long_factor, dtype=torch.float32, device="cpu")
         inv_freq = 1.0 / (factors * position_frequencies(spec.rope_theta, spec.rotary_dim))
         return inv_freq, self._attention_factor(spec)
 

@@ -43,7 +43,7 @@ class NTKByParts(Method):
         return self
 
     def frequencies(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
-        factors = torch.tensor(self._factors(spec), dtype=torch.float32)
+        factors = torch.tensor(self._factors(spec), dtype=torch.float32, device="cpu")
         return 1.0 / (factors * position_frequencies(spec.rope_theta, spec.rotary_dim)), 1.0
 
     def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class YaRN(Method):
         positions = position_frequencies(spec.rope_theta, spec.rotary_dim)
         if self.ramp == "rotations":
             factors = by_parts_factors(spec, original, factor, self.beta_slow, self.beta_fast)
-            inv_freq = 1.0 / (torch.tensor(factors, dtype=torch.float32) * positions)
+            inv_freq = 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * positions)
         elif factor == 1:
             inv_freq = 1.0 / positions
         else:
