@@ -117,6 +117,10 @@ class Patch:
             _swap_config(root, self.config, self.original_config)
         vars(self.model.base_model).pop(_HANDLE, None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model shall not drag along the wrapper that the original was in.
+        return {**vars(self), "_wrappers": []}
+
     def __enter__(self) -> Patch:
         return self
 

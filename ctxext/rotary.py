@@ -21,10 +21,11 @@ class ScaledRotaryEmbedding(nn.Module):
     def __init__(self, inv_freq: torch.Tensor, attention_factor: float, device: torch.device | None = None) -> None:
         super().__init__()
         self._exact = inv_freq.detach().to(device="cpu", dtype=torch.float32, copy=True)
-        self.inv_freq = self._exact.to(device or self._exact.device)
+        self.inv_freq = self._exact.to(device or self._exact.device, copy=True)
         self.attention_scaling = float(attention_factor)
-        # DDP counts buffers when it wraps a model and fails if none are left; this one holds nothing.
-        self.register_buffer("placeholder", torch.empty(0, device=self.inv_freq.device), persistent=False)
+        # DDP counts buffers when it wraps a model, and fails if the only one is gone; this one means nothing.
+        placeholder = torch.zeros(1, dtype=torch.int64, device=self.inv_freq.device)
+        self.register_buffer("placeholder", placeholder, persistent=False)
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine ``[B, T, d]`` in the dtype and on the device of the hidden states ``x`` ``[B, T, D]``."""
@@ -34,7 +35,7 @@ class ScaledRotaryEmbedding(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ScaledRotaryEmbedding:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         device = fn(torch.empty(0, device=self.inv_freq.device)).device
-        self.inv_freq = self._exact.to(device)
+        self.inv_freq = self._exact.to(device, copy=True)
         return self
 
     def extra_repr(self) -> str:

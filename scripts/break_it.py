@@ -38,7 +38,7 @@ FAULTS = (
     Fault(
         "frequencies are a buffer that casts round",
         "ctxext/rotary.py",
-        "self.inv_freq = self._exact.to(device)",
+        "self.inv_freq = self._exact.to(device, copy=True)",
         "self.inv_freq = fn(self.inv_freq)",
     ),
     Fault(

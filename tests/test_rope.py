@@ -121,6 +121,12 @@ def test_the_module_starts_again_from_exact_frequencies_after_the_meta_device() 
     assert torch.equal(module.to_empty(device="cpu").inv_freq, inv_freq)
 
 
+def test_the_module_starts_again_from_exact_frequencies_whatever_was_done_to_the_live_ones() -> None:
+    module = ScaledRotaryEmbedding(default_inv_freq(1e4, 16), 1.0)
+    module.inv_freq.mul_(2)
+    assert torch.equal(module.float().inv_freq, default_inv_freq(1e4, 16))
+
+
 def test_the_module_follows_its_input_from_another_device() -> None:
     inv_freq = default_inv_freq(1e4, 16)
     module = ScaledRotaryEmbedding(inv_freq, 1.0).to("meta")

@@ -194,6 +194,19 @@ def test_a_config_that_a_wrapper_was_given_is_the_models_again_once_the_patch_is
     assert wrapped.config is wrapped.module.config is config
 
 
+@pytest.mark.usefixtures("_process_group")
+@pytest.mark.parametrize("holds_config", [False, True])
+def test_a_model_patched_through_a_wrapper_is_copied_without_it(holds_config: bool) -> None:
+    wrapped, ids = DistributedDataParallel(small()), tiny.tokens(101)
+    if holds_config:
+        wrapped.config = wrapped.module.config
+    ctxext.patch(wrapped, YARN)
+    twin = copy.deepcopy(wrapped.module)
+    assert torch.equal(tiny.logits(twin, ids), tiny.logits(wrapped.module, ids))
+    ctxext.unpatch(twin)
+    assert ctxext.inspect(wrapped).method["name"] == "yarn"
+
+
 def hooked(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
 
