@@ -5,6 +5,7 @@ Times are given as ratios of medians within one run, alternating between the two
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import resource
@@ -21,10 +22,14 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from transformers import DynamicCache
 
 import ctxext
+from ctxext.data import load_documents, tokenize
+from ctxext.evaluation.perplexity import evaluate_perplexity
 
 MODEL = "builtin:smollm2-135m"
+DATASET = "builtin:python-docs"
 
 
 def main(
@@ -71,9 +76,9 @@ def overhead(repeats: int, length: int, dtype: str, device: str | None) -> dict[
     for round_number in track(range(repeats + 1), description="timing", console=Console(stderr=True), transient=True):
         for name, model in models.items():
             forward = seconds(lambda model=model: model(tokens, use_cache=False, logits_to_keep=1))
-            cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
-            step = tokens[:, :1]
-            decode = seconds(lambda model=model, cache=cache, step=step: _decode(model, cache, step))
+            cache = DynamicCache(config=model.config)
+            _decode(model, cache, tokens, steps=1)
+            decode = seconds(lambda model=model, cache=cache: _decode(model, cache, tokens[:, :1], steps=16))
             if round_number:  # the first round warms up
                 times[name]["forward"].append(forward)
                 times[name]["decode"].append(decode)
@@ -90,29 +95,26 @@ def overhead(repeats: int, length: int, dtype: str, device: str | None) -> dict[
     }
 
 
-def _decode(model: Any, cache: Any, step: torch.Tensor) -> None:
-    for _ in range(16):
-        model(step, past_key_values=cache, use_cache=True)
+def _decode(model: Any, cache: DynamicCache, tokens: torch.Tensor, *, steps: int) -> None:
+    # Transformers renamed the argument during 5.x.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    for _ in range(steps):
+        model(tokens, use_cache=True, logits_to_keep=1, **{name: cache})
 
 
 def bare_backbone(length: int, dtype: str, device: str | None) -> None:
-    """One pass through the decoder, no output head."""
-    model, _ = ctxext.load_model(MODEL, dtype=dtype, device=device)
+    """One pass of the same text through the decoder, no output head."""
+    model, tokenizer = ctxext.load_model(MODEL, dtype=dtype, device=device)
+    document = next(load_documents(DATASET))
+    tokens = torch.tensor([tokenize(tokenizer, document.text)[:length]], device=model.device)
     with torch.inference_mode():
-        model.get_decoder()(input_ids=_text(length).to(model.device), use_cache=False)
+        model.get_decoder()(input_ids=tokens, use_cache=False)
 
 
 def perplexity_pass(length: int, dtype: str, device: str | None) -> None:
-    """The same pass with every position scored."""
-    from ctxext.data import load_documents
-    from ctxext.evaluation.perplexity import evaluate_perplexity
-
+    """The pass with every position scored."""
     model, tokenizer = ctxext.load_model(MODEL, dtype=dtype, device=device)
-    evaluate_perplexity(model, tokenizer, load_documents("builtin:python-docs"), lengths=(length,), max_documents=1)
-
-
-def _text(length: int) -> torch.Tensor:
-    return torch.randint(100, 40_000, (1, length))
+    evaluate_perplexity(model, tokenizer, load_documents(DATASET), lengths=(length,), max_documents=1)
 
 
 def in_fresh_process(task: Callable[..., None], *arguments: Any) -> int:

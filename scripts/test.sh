@@ -13,9 +13,9 @@ fi
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
 "$VENV/bin/mypy"
-"$VENV/bin/python" -m pytest -m "not slow"
+"$VENV/bin/python" -m pytest -m "not slow" -n 2
 
 ensure_oldest
 echo "again with the lowest supported versions" >&2
-"$VENV/oldest/bin/python" -m pytest -m "not slow" tests/test_rope.py tests/test_methods.py tests/test_families.py \
+"$VENV/oldest/bin/python" -m pytest -m "not slow" -n 2 tests/test_rope.py tests/test_methods.py tests/test_families.py \
     tests/test_patching.py tests/test_inspection.py tests/test_config.py tests/test_cli.py

@@ -202,7 +202,7 @@ def _record(
         patch=inspect(model).summary(),
         configuration=resolved,
         seed=seed,
-        dtype=settings.dtype,
+        dtype=model.dtype,
     )
 
 
