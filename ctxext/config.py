@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from ctxext.methods.base import Number, WholeNumber
 
 
 def _listed(value: Any) -> Any:
-    """Let a single value stand for a list of one."""
+    """Let a single value stand for a list of one, and null for none."""
+    if value is None:
+        return []
     return [value] if isinstance(value, (int, float, str)) else value
 
 
@@ -117,25 +120,27 @@ def load_config(
     where = str(path) if path is not None else "configuration"
     data = _read_yaml(Path(path)) if path is not None else {}
     data = copy.deepcopy(data)
+    sources: dict[tuple[str, str], str] = {}
     for setting in settings:
-        _override(data, setting)
+        sources.update(dict.fromkeys(_override(data, setting), f"-s {setting}"))
     for section, values in (options or {}).items():
         given = {key: value for key, value in values.items() if value is not None}
+        sources.update({(section, key): f"--{key.replace('_', '-')}" for key in given})
         if given:
-            data[section] = {**_mapping(data.get(section) or {}, section, where), **given}
+            data[section] = {**_mapping(data.get(section), section, where), **given}
 
     for section in data:
         if section not in SECTIONS and section != "method":
             raise ConfigError(f"{where}: {section}: unknown section{_suggest(section, ['method', *SECTIONS])}")
     parsed = {
-        name: _parse(cls, _mapping(data.get(name) or {}, name, where), name, where)
+        name: _parse(cls, _mapping(data.get(name), name, where), name, where, sources)
         for name, cls in SECTIONS.items()
-        if name in data or name != "model"
+        if data.get(name) is not None or name != "model"
     }
     method = data.get("method")
     return Config(
         model=parsed.get("model"),  # type: ignore[arg-type]  # each name maps to its own class in SECTIONS
-        method=None if method is None else parse_method(_mapping(method, "method", where), where),
+        method=None if method is None else parse_method(_mapping(method, "method", where), where, sources),
         perplexity=parsed["perplexity"],  # type: ignore[arg-type]
         passkey=parsed["passkey"],  # type: ignore[arg-type]
     )
@@ -159,22 +164,29 @@ def load_method(source: Method | Mapping[str, Any] | str | os.PathLike[str]) -> 
     return config.method
 
 
-def parse_method(settings: Mapping[str, Any], where: str) -> Method:
+def parse_method(
+    settings: Mapping[str, Any], where: str, sources: Mapping[tuple[str, str], str] | None = None
+) -> Method:
     """Validate a mapping into the method that its ``name`` asks for."""
+    sources = sources or {}
     try:
         cls = method_class(settings)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    return _parse(cls, settings, "method", where)
+        raise ConfigError(f"{sources.get(('method', 'name'), where)}: {error}") from None
+    return _parse(cls, settings, "method", where, sources)
 
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
 
-def _parse(cls: type[_ModelT], settings: Mapping[str, Any], section: str, where: str) -> _ModelT:
+def _parse(
+    cls: type[_ModelT], settings: Mapping[str, Any], section: str, where: str, sources: Mapping[tuple[str, str], str]
+) -> _ModelT:
     try:
-        return cls.model_validate(dict(settings))
+        return cls.model_validate({str(key): value for key, value in settings.items()})
     except ValidationError as error:
+        location = error.errors()[0]["loc"]
+        where = sources.get((section, str(location[0])), where) if location else where
         raise ConfigError(f"{where}: {_first_error(error, cls, section)}") from None
 
 
@@ -205,39 +217,59 @@ def _suggest(word: str, candidates: Any) -> str:
 
 
 def _mapping(value: Any, section: str, where: str) -> Mapping[str, Any]:
+    if value is None:  # a section without keys
+        return {}
     if not isinstance(value, Mapping):
         hint = f" (write {section}: {{name: {value}}})" if isinstance(value, str) else ""
         raise ConfigError(f"{where}: {section}: expected a mapping of keys to values, got {value!r}{hint}")
     return value
 
 
-def _override(data: dict[str, Any], setting: str) -> None:
+def _override(data: dict[str, Any], setting: str) -> list[tuple[str, str]]:
+    """Lay ``section.key=value`` over the data, or drop a section with ``section=null``; returns what was set."""
     path, equals, text = setting.partition("=")
-    keys = path.strip().split(".")
-    if not equals or len(keys) != 2 or not all(keys):
-        raise ConfigError(f"-s {setting}: expected section.key=value, e.g. -s method.factor=8")
-    section, key = keys
-    data[section] = {
-        **_mapping(data.get(section) or {}, section, f"-s {setting}"),
-        key: _load_yaml(text, f"-s {setting}"),
-    }
+    section, dot, key = path.strip().partition(".")
+    value = _load_yaml(text, f"-s {setting}") if equals else None
+    if equals and section and not dot and value is None:
+        data[section] = None
+        return []
+    if not equals or not section or not key or "." in key:
+        raise ConfigError(f"-s {setting}: expected section.key=value, e.g. -s method.factor=8, or section=null")
+    data[section] = {**_mapping(data.get(section), section, f"-s {setting}"), key: value}
+    return [(section, key)]
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Builds plain values only, and refuses a key that stands twice."""
+    """Builds plain values only, refuses a key that stands twice, and knows no octal or base-60 numbers."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-        if len(mapping) != len(node.value) and not any(key.tag.endswith(":merge") for key, _ in node.value):
-            keys = [key.value for key, _ in node.value]
-            twice = next(key for key in keys if keys.count(key) > 1)
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
             raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} stands twice", node.start_mark)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return mapping
+
+    def construct_plain_int(self, node: yaml.ScalarNode) -> int | str:
+        """A whole number in decimal; ``010`` and ``1:30`` stay text, to be judged where they are used."""
+        text = str(self.construct_scalar(node)).replace("_", "")
+        return int(text) if re.fullmatch(r"[+-]?(0|[1-9][0-9]*)", text) else text
+
+    def construct_plain_float(self, node: yaml.ScalarNode) -> float | str:
+        """A floating-point number; base 60 (``1:30.5``) stays text."""
+        text = str(self.construct_scalar(node))
+        return text if ":" in text else float(self.construct_yaml_float(node))
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_plain_int)
+_StrictLoader.add_constructor("tag:yaml.org,2002:float", _StrictLoader.construct_plain_float)
 
 
 def _load_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _StrictLoader)
+    except RecursionError:
+        raise ConfigError(f"{where}: not usable YAML: nested too deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark is not None else ""
@@ -249,10 +281,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        siblings = (
-            [str(path.with_name(p.name)) for p in sorted(path.parent.glob("*.y*ml"))] if path.parent.is_dir() else []
-        )
-        guess = nearest(str(path), siblings)
+        siblings = [p.name for p in sorted(path.parent.glob("*.y*ml"))] if path.parent.is_dir() else []
+        guess = nearest(path.name, siblings)
         raise ConfigError(f"{path}: no such file" + (f"; did you mean {guess}?" if guess else "")) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file; expected YAML in UTF-8") from None

@@ -160,6 +160,8 @@ def _script_error(dataset: str) -> DataError:
 
 
 def _read_files(files: list[Path], text_column: str) -> Iterator[Document]:
+    if text_column != "text" and all(file.suffix.lower() == ".txt" for file in files):
+        raise DataError(f"text_column {text_column!r} has no meaning for .txt files: leave it out")
     for file in files:
         if file.stat().st_size == 0:
             raise DataError(f"{file.name!r} is empty: remove it, or put text in it")

@@ -22,6 +22,7 @@ from ctxext.patching import (
     Patch,
     active_patch,
     fingerprint,
+    is_rotation,
     loaded_frequencies,
     measured_rotation,
     same_up_to_rounding,
@@ -48,6 +49,7 @@ class Inspection:
         attention_factor: factor on cosine and sine, as measured.
         inv_freq: live frequencies in radians per token.
         base_inv_freq: the same before any scaling.
+        checkpoint_method: name of the ctxext method that the checkpoint was saved with, or None.
         patched_modules: number of modules that the patch replaced.
         inv_freq_sha256: of the live frequencies as little-endian fp32.
         fingerprint: sha256 over frequencies and attention factor.
@@ -67,6 +69,7 @@ class Inspection:
     attention_factor: float
     inv_freq: tuple[float, ...]
     base_inv_freq: tuple[float, ...]
+    checkpoint_method: str | None
     patched_modules: int
     inv_freq_sha256: str
     fingerprint: str
@@ -118,7 +121,7 @@ class Inspection:
         kept = sum(abs(ratio - 1) < 1e-4 for ratio in ratios)
         if kept == len(ratios):
             return f"all {kept} frequencies unchanged"
-        full = sum(ratio >= max(ratios) * (1 - 1e-4) for ratio in ratios)
+        full = sum(ratio >= max(ratios) * (1 - 1e-4) and abs(ratio - 1) >= 1e-4 for ratio in ratios)
         return f"of {len(ratios)} frequencies {kept} unchanged, {full} slowed most (x{max(ratios):.3g}), rest between"
 
     def _table(self) -> list[str]:
@@ -185,6 +188,7 @@ def inspect(model: nn.Module) -> Inspection:
         attention_factor=attention_factor,
         inv_freq=tuple(live.tolist()),
         base_inv_freq=tuple(default_inv_freq(theta, 2 * live.numel()).tolist()),
+        checkpoint_method=record["method"]["name"] if patch is None and record is not None else None,
         patched_modules=0 if patch is None else 1,
         inv_freq_sha256=fingerprint(live, None),
         fingerprint=fingerprint(live, attention_factor),
@@ -271,10 +275,7 @@ def _disagreements(patch: Patch | None, rotary: Any, config: Any, live: torch.Te
 def _differences_from_method(patch: Patch, rotary: nn.Module) -> list[str]:
     inv_freq, attention_factor = patch.method.frequencies(patch.spec)
     cos, sin = measured_rotation(rotary, inv_freq.numel())
-    measured = torch.hypot(cos, sin).mean().item()
-    first = torch.atan2(sin[0], cos[0])
-    wrong_angle = not torch.allclose(first, inv_freq.double(), rtol=1e-5, atol=1e-7)
-    if wrong_angle or abs(measured - attention_factor) > 1e-5:
+    if not (is_rotation(cos, sin, inv_freq, attention_factor)):
         return [f"the live module doesn't rotate by the frequencies of {patch.method.name}: the patch is not in effect"]
     return []
 

@@ -158,7 +158,7 @@ def _find(name: str) -> Path | None:
         if path.suffix.lower() != ".gguf":
             raise ModelLoadError(f"{name!r} is a file, but not .gguf: give a .gguf file or a checkpoint folder")
         return path
-    if looks_like_path(name):
+    if looks_like_path(name) or (path.parent.name and path.parent.is_dir()):
         raise ModelLoadError(f"{name!r} not found: it looks like a path, not a hub id (owner/name); check the spelling")
     return None
 
@@ -209,7 +209,7 @@ def _load_safetensors(source: str, origin: dict[str, Any], **options: Any) -> tu
 def _load_gguf(path: Path, **options: Any) -> tuple[Any, Any]:
     """Like ``from_pretrained``, with all weights dequantised: a model that can be saved and trained."""
     if importlib.util.find_spec("gguf") is None:
-        raise ModelLoadError('GGUF files need the gguf package: run `pip install "ctxext[gguf]"`')
+        raise ModelLoadError("GGUF files need the gguf package: run `pip install gguf`")
     if hasattr(transformers, "GgufConfig"):  # releases without it always dequantise
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     folder, file = os.path.split(os.path.abspath(path))

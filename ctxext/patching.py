@@ -163,6 +163,12 @@ def patch(
     """
     method = load_method(method)
     base = unwrap(model)
+    if getattr(base, "base_model", None) is base:
+        warnings.warn(
+            f"{type(base).__name__} is a decoder: if it is part of a larger model, that model keeps its own config, "
+            "and saving it would lose the method; patch the larger model instead",
+            stacklevel=2,
+        )
     previous = active_patch(base)
     if previous is None:
         new = _prepare(base, method, replace_scaling=replace_scaling)
@@ -238,6 +244,15 @@ def measured_rotation(rotary: nn.Module, frequencies: int) -> tuple[torch.Tensor
     states = torch.zeros(1, len(_PROBES), 1, device=device, dtype=torch.float32)
     cos, sin = rotary(states, position_ids=positions)
     return cos[0, :, :frequencies].double().cpu(), sin[0, :, :frequencies].double().cpu()
+
+
+def is_rotation(cos: torch.Tensor, sin: torch.Tensor, inv_freq: torch.Tensor, attention_factor: float) -> bool:
+    """Whether cosine and sine measured at the probe positions are those of the given frequencies."""
+    angles = torch.tensor(_PROBES, dtype=torch.float32, device="cpu")[:, None] * inv_freq.float().cpu()
+    # The module computes the angle in fp32 as here; only the cosine and sine leave room for rounding.
+    room = 1e-5 * max(1.0, abs(attention_factor))
+    expected = ((cos, attention_factor * angles.double().cos()), (sin, attention_factor * angles.double().sin()))
+    return all(torch.allclose(measured, value, rtol=0, atol=room) for measured, value in expected)
 
 
 def _prepare(model: Any, method: Method, *, replace_scaling: bool) -> Patch:
@@ -318,10 +333,7 @@ def _prove(patch: Patch) -> None:
     live = rotary_module(patch.model, find_family(patch.model))
     assert live is not None  # find_family has seen it
     cos, sin = measured_rotation(live, inv_freq.numel())
-    angles = torch.tensor(_PROBES, dtype=torch.float32, device="cpu")[:, None] * inv_freq
-    # The module computes in fp32 as here; only the cosine and sine of large angles leave room for rounding.
-    expected = attention_factor * angles.double().cos(), attention_factor * angles.double().sin()
-    if not (torch.allclose(cos, expected[0], atol=1e-5) and torch.allclose(sin, expected[1], atol=1e-5)):
+    if not is_rotation(cos, sin, inv_freq, attention_factor):
         raise PatchError(
             f"after patching, {type(live).__name__} does not rotate by the frequencies of {name}; "
             "another program may have wrapped it. The model was restored"

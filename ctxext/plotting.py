@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 def plot_wavelengths(inspection: Inspection, path: str | os.PathLike[str]) -> None:
     """Wavelength of every dimension before and after, against trained and target length."""
     figure, axes = _figure()
-    base = [2 * 3.141592653589793 / f for f in inspection.base_inv_freq]
-    live = [2 * 3.141592653589793 / f for f in inspection.inv_freq]
+    base = [math.tau / f for f in inspection.base_inv_freq]
+    live = [math.tau / f for f in inspection.inv_freq]
     name = inspection.method["name"] if inspection.method else inspection.scaling
     axes.semilogy(base, color="0.55", linestyle="--", marker=".", label="as trained")
     axes.semilogy(live, color="C0", marker=".", label=name)
@@ -71,7 +72,7 @@ def _figure(width: float = 7.0, height: float = 4.2, columns: int = 1) -> tuple[
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise CtxextError('pictures need matplotlib: pip install "ctxext[plot]"') from None
+        raise CtxextError("pictures need matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(width * columns, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns)

@@ -6,7 +6,6 @@ Times are given as ratios of medians within one run, alternating between the two
 from __future__ import annotations
 
 import inspect
-import json
 import multiprocessing
 import resource
 import statistics
@@ -27,6 +26,7 @@ from transformers import DynamicCache
 import ctxext
 from ctxext.data import load_documents, tokenize
 from ctxext.evaluation.perplexity import evaluate_perplexity
+from ctxext.evaluation.results import write_result
 
 MODEL = "builtin:smollm2-135m"
 DATASET = "builtin:python-docs"
@@ -60,8 +60,7 @@ def main(
     table.add_row("ctxext --help", f"{figures['help_seconds']:.2f} s", "< 0.5 s")
     Console().print(table)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(figures, indent=2) + "\n")
+        write_result(figures, output)
 
 
 @torch.inference_mode()

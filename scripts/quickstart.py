@@ -49,6 +49,7 @@ def main(
 ) -> None:
     """Measure the plain model, patch it, measure again."""
     started = started or time.time()
+    output.mkdir(parents=True, exist_ok=True)
     errors = Console(stderr=True)
     model, tokenizer = ctxext.load_model(MODEL, dtype=dtype)
     method = ctxext.YaRN(factor=factor)
@@ -67,7 +68,6 @@ def main(
 
     typer.echo(report)
     print_tables(results)
-    output.mkdir(parents=True, exist_ok=True)
     write_result(results, output / "quickstart.json")
     plot_comparison(results, 8192, output / "quickstart.png")
     typer.echo(f"\nwrote {output / 'quickstart.json'} and {output / 'quickstart.png'}")

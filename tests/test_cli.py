@@ -232,6 +232,29 @@ def test_a_users_mistake_is_one_line_on_stderr_and_status_2(
         assert part in lines[0]
 
 
+def test_a_file_with_a_method_can_be_run_plain_and_with_the_other_protocol(run: Run, folder: Path) -> None:
+    arguments = ("eval", "perplexity", "-m", folder, "-c", folder / "yarn.yaml", "--dataset", folder / "text.txt")
+    record = json.loads(run(*arguments, "-s", "method=null", "--json").out)
+    assert record["method"] is None
+    record = json.loads(run(*arguments, "--protocol", "sliding", "--window", 64, "--json").out)
+    assert [row["window"] for row in record["rows"]] == [64]
+
+
+def test_a_checkpoint_saved_with_a_method_is_not_called_plain(run: Run, folder: Path, tmp_path: Path) -> None:
+    model, tokenizer = ctxext.load_model(str(folder), ctxext.NTK(factor=4))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    arguments = ("eval", "perplexity", "--dataset", folder / "text.txt", "--length", 64)
+    assert "as saved, scaled with ntk" in " ".join(run(*arguments, "-m", tmp_path).out.split())
+    assert "plain" in run(*arguments, "-m", folder).out
+
+
+def test_an_output_that_can_not_be_written_is_found_before_the_run(run: Run, folder: Path) -> None:
+    result = run("eval", "perplexity", "-m", "whatever/model", "--length", 64, "--output", "/proc/result.json")
+    assert result.status == 2
+    assert "can't be written" in result.err
+
+
 def test_a_wrong_setting_is_found_before_the_model_is_loaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import ctxext.models
 

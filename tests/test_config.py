@@ -96,6 +96,12 @@ def test_an_impossible_factor_is_refused_with_key_and_value(tmp_path: Path, fact
         ("just text", ["expected sections"]),
         ("method: {name: yarn, factor: 4", ["not valid YAML in line"]),
         ("method: {name: yarn, factor: 2, factor: 4}", ["factor", "stands twice"]),
+        ("method: {name: yarn, 1: 2}", ["method.1", "unknown key"]),
+        ("method: {name: yarn, factor: 1e308}", ["method.factor", "1e308"]),
+        ("perplexity: []", ["perplexity", "expected a mapping"]),
+        ("passkey: 0", ["passkey", "expected a mapping"]),
+        ("perplexity: {length: 1:30}", ["perplexity.length", "1:30"]),
+        ("method: " + "[" * 3000, ["nested too deeply"]),
         ("method: !!python/object/apply:os.system ['true']", ["not valid YAML"]),
         ("method: !!python/name:os.system", ["not valid YAML"]),
     ],
@@ -138,6 +144,34 @@ def test_settings_override_the_file_and_options_override_both(tmp_path: Path) ->
     assert config.perplexity.length == (128, 256)
     assert config.perplexity.stride == 32
     assert config.passkey.trials == 7
+
+
+def test_a_setting_of_null_drops_a_section_or_a_list(tmp_path: Path) -> None:
+    path = write(tmp_path, "method: {name: yarn, factor: 2}\nperplexity: {length: 4096}")
+    config = load_config(path, settings=["method=null", "perplexity.length=null"])
+    assert config.method is None
+    assert config.perplexity.length == ()
+
+
+def test_sections_without_keys_are_all_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "model:\nmethod:\nperplexity:\npasskey:\n")) == load_config()
+
+
+def test_an_error_names_where_the_value_came_from(tmp_path: Path) -> None:
+    path = write(tmp_path, "method: {name: yarn, factor: 2}")
+    assert error_of(path, options={"model": {"name": "x", "dtype": "bf17"}}).startswith("--dtype: model.dtype")
+    assert error_of(path, settings=["method.factor=0"]).startswith("-s method.factor=0: method.factor")
+
+
+def test_merged_keys_may_be_overridden(tmp_path: Path) -> None:
+    path = write(tmp_path, "method: {<<: {name: yarn, factor: 2}, factor: 4}")
+    assert load_method(path) == ctxext.YaRN(factor=4)
+
+
+def test_a_leading_zero_is_not_octal_and_long_numbers_keep_every_digit(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "perplexity: {length: 0100}\npasskey: {seed: '12345678901234567891'}"))
+    assert config.perplexity.length == (100,)
+    assert config.passkey.seed == 12345678901234567891
 
 
 def test_a_method_may_be_given_by_settings_alone() -> None:

@@ -174,3 +174,19 @@ def test_others_may_read_the_file_as_the_umask_says(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     write_result({}, tmp_path / "result.json")
     assert (tmp_path / "result.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_link_stays_a_link_and_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("{}")
+    link.symlink_to(real)
+    write_result({"rows": []}, link)
+    assert link.is_symlink()
+    assert json.loads(real.read_text()) == {"rows": []}
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_result({"rows": []}, pipe)
+    assert json.loads(os.read(reader, 100)) == {"rows": []}
+    os.close(reader)
+    assert pipe.is_fifo()

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
+import ctxext
 import tiny
 from ctxext.errors import ConfigError, UnsupportedModelError
 from ctxext.evaluation import scoring
-from ctxext.evaluation.scoring import check_head, equal_batches, evaluating, token_nll
+from ctxext.evaluation.scoring import check_head, check_positions, equal_batches, evaluating, token_nll
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -210,3 +211,15 @@ def test_modes_are_restored_after_an_error(half_trained: nn.Module) -> None:
 def test_batches_hold_equal_items_only_and_lose_none() -> None:
     items = ["a", "bb", "c", "dd", "e", "ff", "ggg"]
     assert list(equal_batches(items, 2, key=len)) == [["a", "c"], ["bb", "dd"], ["e"], ["ff"], ["ggg"]]
+
+
+@pytest.mark.parametrize("changes", [{"rope_type": "dynamic"}, {"rope_type": "longrope", "short": 1.0, "long": 4.0}])
+def test_positions_that_depend_on_the_input_length_are_refused(changes: dict[str, Any]) -> None:
+    parameters = {"rope_type": changes["rope_type"], "rope_theta": 1e4, "factor": 4.0}
+    if "long" in changes:
+        parameters |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+    with pytest.raises(UnsupportedModelError, match="depends on the length of the input"):
+        check_positions(tiny.model(rope_parameters=parameters))
+    patched = tiny.model()
+    ctxext.patch(patched, ctxext.LongRoPE(factor=4, long_factor=[2] * 8))
+    check_positions(patched)

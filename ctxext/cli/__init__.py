@@ -51,6 +51,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except CtxextError as error:
         print(f"ctxext: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("ctxext: interrupted", file=sys.stderr)
-        sys.exit(130)

@@ -73,8 +73,9 @@ def perplexity(
             "split": split,
             "text_column": text_column,
             "protocol": protocol,
-            "length": length or None,
-            "window": window or None,
+            # A protocol asked for here takes the place of the file's, with what belongs to it.
+            "length": length or ([] if protocol == "sliding" else None),
+            "window": window or ([] if protocol == "prefix" else None),
             "stride": stride,
             "max_documents": max_documents,
             "max_tokens": max_tokens,
@@ -83,7 +84,9 @@ def perplexity(
             "bos": bos,
         },
     )
+    # Everything is imported before the run: a broken installation must not show after it.
     from ctxext.data import dataset_id, load_documents
+    from ctxext.evaluation import metrics, results  # noqa: F401
     from ctxext.evaluation.perplexity import check_arguments, evaluate_perplexity
 
     chosen = configuration.perplexity
@@ -153,6 +156,7 @@ def passkey(
             "bos": bos,
         },
     )
+    from ctxext.evaluation import metrics, results  # noqa: F401
     from ctxext.evaluation.passkey import check_arguments, evaluate_passkey
 
     chosen = configuration.passkey
@@ -208,16 +212,20 @@ def _record(
 
 def _check_output(path: Path | None) -> None:
     """Find out before the run, not after it, that its result can't be written."""
+    import tempfile
+
     from ctxext.errors import ConfigError
 
     if path is None:
         return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {path}: the folder can't be made: {error.strerror}") from None
     if path.is_dir():
         raise ConfigError(f"--output {path}: this is a folder; give a file name")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file() or not path.exists():
+            tempfile.TemporaryFile(dir=path.resolve().parent).close()
+    except OSError as error:
+        raise ConfigError(f"--output {path}: can't be written: {error.strerror}") from None
 
 
 def _finish(record: dict[str, Any], output: Path | None, *, as_json: bool) -> None:
@@ -226,13 +234,12 @@ def _finish(record: dict[str, Any], output: Path | None, *, as_json: bool) -> No
     from ctxext.cli.tables import print_record
     from ctxext.evaluation.results import write_result
 
-    if output is not None:
-        write_result(record, output)
     if as_json:
         typer.echo(json.dumps(record, indent=2, allow_nan=False))
     else:
         print_record(record)
     if output is not None:
+        write_result(record, output)
         typer.echo(f"wrote {output}", err=True)
 
 

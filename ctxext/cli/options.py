@@ -34,15 +34,13 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the r
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-def configure(
-    config: Path | None, settings: list[str] | None, *, needs_model: bool = True, **sections: dict[str, Any]
-) -> Config:
+def configure(config: Path | None, settings: list[str] | None, **sections: dict[str, Any]) -> Config:
     """The configuration from a file and the options of a command."""
     from ctxext.config import load_config
     from ctxext.errors import ConfigError
 
     configuration = load_config(config, settings=settings or (), options=sections)
-    if needs_model and configuration.model is None:
+    if configuration.model is None:
         raise ConfigError("no model; give --model, or model.name in the file")
     return configuration
 

@@ -11,18 +11,22 @@ from rich.table import Table
 
 def print_record(record: Mapping[str, Any]) -> None:
     """Print the rows of a result on stdout, under a line that says what was measured and how."""
-    method = record["configuration"].get("method")
-    name = "plain" if method is None else ", ".join(f"{key} {value}" for key, value in method.items() if key != "name")
-    title = name if method is None else f"{method['name']} ({name})" if name else method["name"]
-    protocol = record["protocol"]
-    console = Console()
-    console.print(
-        f"{record['task']} · {protocol['name']} v{protocol['version']} · {record['provenance']['model']} · {title}",
-        highlight=False,
-    )
+    protocol, console = record["protocol"], Console()
+    name = protocol["version"] if record["task"] == "passkey" else f"{protocol['name']} v{protocol['version']}"
+    title = f"{record['task']} · {name} · {record['provenance']['model']} · {_method(record)}"
+    console.print(title, highlight=False, markup=False)
     console.print(_perplexity(record["rows"]) if record["task"] == "perplexity" else _passkey(record["rows"]))
     counts = ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in record["counts"].items() if value)
-    console.print(counts, highlight=False, style="dim")
+    console.print(counts, highlight=False, markup=False, style="dim")
+
+
+def _method(record: Mapping[str, Any]) -> str:
+    method, patch = record["method"], record["patch"] or {}
+    if method is not None:
+        settings = ", ".join(f"{key} {value}" for key, value in method.items() if key != "name")
+        return f"{method['name']} ({settings})"
+    own = patch.get("checkpoint_method") or (None if patch.get("scaling") == "default" else patch.get("scaling"))
+    return f"as saved, scaled with {own}" if own else "plain"
 
 
 def _perplexity(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -37,7 +41,7 @@ def _perplexity(rows: Sequence[Mapping[str, Any]]) -> Table:
         cells = [f"{row[column]:,}" for column in columns]
         cells += [f"{row['tokens']:,}", f"{row['nll']:.4f}", _number(row["perplexity"])]
         if not sliding:
-            cells.append(_number(row["perplexity_last"]))
+            cells.append(_number(row["perplexity_last"]) if row["tokens_last"] else "-")
         table.add_row(*cells)
     return table
 

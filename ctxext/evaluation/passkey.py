@@ -21,7 +21,14 @@ from transformers.utils import logging as transformers_logging
 
 from ctxext.data import resolve_bos, tokenize
 from ctxext.errors import ConfigError
-from ctxext.evaluation.scoring import bare_model, equal_batches, evaluating, require_distinct, require_whole
+from ctxext.evaluation.scoring import (
+    bare_model,
+    check_positions,
+    equal_batches,
+    evaluating,
+    require_distinct,
+    require_whole,
+)
 
 # The prompt, version passkey-v1, in the manner of Landmark Attention (https://arxiv.org/abs/2305.16300). Changing a
 # word here changes every result: raise the version. No filler sentence is longer than 20 characters, so that even a
@@ -152,6 +159,7 @@ def evaluate_passkey(
     """
     check_arguments(lengths=lengths, depths=depths, trials=trials, batch_size=batch_size)
     model = bare_model(model)
+    check_positions(model)
     with evaluating(model) as cost:
         samples = [
             build_sample(tokenizer, length=length, depth=depth, trial=trial, seed=seed, bos=bos)

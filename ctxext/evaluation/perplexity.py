@@ -14,7 +14,15 @@ from torch import Tensor
 
 from ctxext.data import Document, fingerprint, resolve_bos, tokenize
 from ctxext.errors import ConfigError, CtxextError, DataError
-from ctxext.evaluation.scoring import check_head, equal_batches, evaluating, require_distinct, require_whole, token_nll
+from ctxext.evaluation.scoring import (
+    check_head,
+    check_positions,
+    equal_batches,
+    evaluating,
+    require_distinct,
+    require_whole,
+    token_nll,
+)
 
 PROTOCOL_VERSION = 1
 
@@ -110,6 +118,7 @@ def evaluate_perplexity(
         batch_size=batch_size,
     )
 
+    check_positions(model)
     with evaluating(model) as cost:
         bos_id = resolve_bos(tokenizer, bos)
         kept, tokens, skipped = _select(documents, tokenizer, max_documents, max_tokens, min_tokens, bos_id)
@@ -209,7 +218,10 @@ def _plan(
         ("lengths", lengths, "windows", windows) if protocol == "prefix" else ("windows", windows, "lengths", lengths)
     )
     if unused or (protocol == "prefix" and stride is not None):
-        raise ConfigError(f"protocol {protocol!r} takes {name}, not {other if unused else 'stride'}")
+        raise ConfigError(
+            f"protocol {protocol!r} takes {name} (--{name[:-1]}), not {other if unused else 'stride'}; "
+            f"leave that out, or drop it with -s perplexity.{(other if unused else 'stride').removesuffix('s')}=null"
+        )
     for size in sizes:
         require_whole(name, size, 2)
     require_distinct(name, sizes)

@@ -85,6 +85,10 @@ def write_result(record: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     if target.is_dir():
         raise ConfigError(f"can't write the result to {target}: it is a folder, give a file name")
     text = json.dumps(_plain(record), indent=2, allow_nan=False) + "\n"
+    target = target.resolve()  # a link stays a link
+    if target.exists() and not target.is_file():  # a device or a pipe
+        target.write_text(text, encoding="utf-8")
+        return
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

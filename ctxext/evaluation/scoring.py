@@ -96,6 +96,23 @@ def check_head(model: Any) -> None:
         )
 
 
+def check_positions(model: Any) -> None:
+    """Raise UnsupportedModelError for a rotary embedding that depends on the length of the input.
+
+    Transformers' own ``dynamic``, and ``longrope`` with other factors for long input, take their frequencies from the
+    longest input seen so far: rows, batches and the order of runs would change each other.
+    """
+    parameters = getattr(getattr(bare_model(model), "config", None), "rope_parameters", None) or {}
+    rope_type = parameters.get("rope_type")
+    if rope_type == "dynamic" or (
+        rope_type == "longrope" and list(parameters["short_factor"]) != list(parameters["long_factor"])
+    ):
+        raise UnsupportedModelError(
+            f"the checkpoint's own {rope_type} scaling depends on the length of the input, so that its results would "
+            "depend on batches and order; give a method, with replace_scaling=True (--replace-scaling)"
+        )
+
+
 def _vocabulary_size(model: Any) -> int:
     return int(getattr(model.get_output_embeddings(), "out_features", None) or model.config.vocab_size)
 

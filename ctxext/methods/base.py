@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -25,6 +26,8 @@ def _number(value: Any) -> Any:
 
 
 def _whole_number(value: Any) -> Any:
+    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\s*", value):
+        return int(value)  # a float would round numbers above 2**53
     value = _number(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -62,7 +65,10 @@ class Method(BaseModel, ABC):
 
     name: str
     factor: Number | None = Field(
-        None, ge=1, description="How many times longer than the trained length the model shall read (s in the papers)."
+        None,
+        ge=1,
+        le=1e6,
+        description="How many times longer than the trained length the model shall read (s in the papers).",
     )
     original_max_position_embeddings: WholeNumber | None = Field(
         None, ge=2, description="Trained length in tokens (L in the papers). Default: the model's own."
