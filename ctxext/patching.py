@@ -298,16 +298,20 @@ def _check_live_matches_config(rotary: Any, config: PretrainedConfig) -> None:
     if _device(rotary).type == "meta":
         return
     try:
-        inv_freq, _, rope_type = stock_frequencies(type(rotary), config)
+        inv_freq, attention_factor, rope_type = stock_frequencies(type(rotary), config)
     except Exception as error:
         raise PatchError(
             f"Transformers can't build a rotary embedding from config.rope_parameters ({error!r}); "
             "they were probably edited after loading and are not in effect: load the model again"
         ) from error
-    if rope_type != rotary.rope_type or not same_up_to_rounding(loaded_frequencies(rotary), inv_freq):
+    if (
+        rope_type != rotary.rope_type
+        or abs(attention_factor - rotary.attention_scaling) > 1e-6
+        or not same_up_to_rounding(loaded_frequencies(rotary), inv_freq)
+    ):
         raise PatchError(
-            "config.rope_parameters were edited after loading and are not in effect; "
-            "load the model again, and put the change into the method"
+            "the live rotary embedding isn't that of config.rope_parameters: one of them was edited after loading, and "
+            "the config is not in effect; load the model again, and put the change into the method"
         )
 
 

@@ -539,6 +539,14 @@ def test_a_config_that_was_edited_after_loading_is_no_base_to_build_on() -> None
         ctxext.patch(model, YARN)
 
 
+@pytest.mark.parametrize("name", ["inv_freq", "attention_scaling"])
+def test_a_rotary_module_that_was_edited_by_hand_is_no_base_to_build_on(name: str) -> None:
+    model = tiny.model()
+    setattr(model.model.rotary_emb, name, getattr(model.model.rotary_emb, name) * 1.5)
+    with pytest.raises(ctxext.PatchError, match="not in effect"):
+        ctxext.patch(model, YARN)
+
+
 # Methods of users
 
 

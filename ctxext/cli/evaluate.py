@@ -58,15 +58,9 @@ def perplexity(
     configuration = options.configure(
         config,
         settings,
-        model={
-            "name": model,
-            "dtype": dtype,
-            "device": device,
-            "attn_implementation": attn_implementation,
-            "revision": revision,
-            "trust_remote_code": trust_remote_code,
-            "replace_scaling": replace_scaling,
-        },
+        model=options.model_section(
+            model, dtype, device, revision, trust_remote_code, replace_scaling, attn_implementation
+        ),
         perplexity={
             "dataset": dataset,
             "config_name": config_name,
@@ -138,15 +132,9 @@ def passkey(
     configuration = options.configure(
         config,
         settings,
-        model={
-            "name": model,
-            "dtype": dtype,
-            "device": device,
-            "attn_implementation": attn_implementation,
-            "revision": revision,
-            "trust_remote_code": trust_remote_code,
-            "replace_scaling": replace_scaling,
-        },
+        model=options.model_section(
+            model, dtype, device, revision, trust_remote_code, replace_scaling, attn_implementation
+        ),
         passkey={
             "length": length or None,
             "depth": depth or None,

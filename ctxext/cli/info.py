@@ -27,14 +27,7 @@ def inspect(
     configuration = options.configure(
         config,
         settings,
-        model={
-            "name": model,
-            "dtype": dtype,
-            "device": device,
-            "revision": revision,
-            "trust_remote_code": trust_remote_code,
-            "replace_scaling": replace_scaling,
-        },
+        model=options.model_section(model, dtype, device, revision, trust_remote_code, replace_scaling),
     )
     from ctxext.inspection import inspect as inspect_model
 

@@ -34,6 +34,27 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the r
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
+def model_section(
+    name: str | None,
+    dtype: str | None,
+    device: str | None,
+    revision: str | None,
+    trust_remote_code: bool | None,
+    replace_scaling: bool | None,
+    attn_implementation: str | None = None,
+) -> dict[str, Any]:
+    """The section ``model`` as a command's options give it; None for what was not given."""
+    return {
+        "name": name,
+        "dtype": dtype,
+        "device": device,
+        "attn_implementation": attn_implementation,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+        "replace_scaling": replace_scaling,
+    }
+
+
 def configure(config: Path | None, settings: list[str] | None, **sections: dict[str, Any]) -> Config:
     """The configuration from a file and the options of a command."""
     from ctxext.config import load_config
