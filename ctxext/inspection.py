@@ -275,7 +275,7 @@ def _disagreements(patch: Patch | None, rotary: Any, config: Any, live: torch.Te
 def _differences_from_method(patch: Patch, rotary: nn.Module) -> list[str]:
     inv_freq, attention_factor = patch.method.frequencies(patch.spec)
     cos, sin = measured_rotation(rotary, inv_freq.numel())
-    if not (is_rotation(cos, sin, inv_freq, attention_factor)):
+    if not is_rotation(cos, sin, inv_freq, attention_factor):
         return [f"the live module doesn't rotate by the frequencies of {patch.method.name}: the patch is not in effect"]
     return []
 
