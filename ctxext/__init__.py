@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from ctxext.errors import UnsupportedModelError as UnsupportedModelError
     from ctxext.inspection import Inspection as Inspection
     from ctxext.inspection import inspect as inspect
+    from ctxext.methods import DCA as DCA
     from ctxext.methods import METHODS as METHODS
     from ctxext.methods import NTK as NTK
     from ctxext.methods import PI as PI
+    from ctxext.methods import DynamicNTK as DynamicNTK
+    from ctxext.methods import DynamicYaRN as DynamicYaRN
     from ctxext.methods import Llama3 as Llama3
     from ctxext.methods import LongRoPE as LongRoPE
     from ctxext.methods import Method as Method
@@ -45,9 +48,12 @@ _EXPORTS = {
     ),
     "ctxext.inspection": ("Inspection", "inspect"),
     "ctxext.methods": (
+        "DCA",
         "METHODS",
         "NTK",
         "PI",
+        "DynamicNTK",
+        "DynamicYaRN",
         "Llama3",
         "LongRoPE",
         "Method",

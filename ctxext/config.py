@@ -176,6 +176,18 @@ def parse_method(
     return _parse(cls, settings, "method", where, sources)
 
 
+def parse_inner_method(settings: Mapping[str, Any], path: str) -> Method:
+    """Validate a mapping that stands inside another method's settings, under the key ``path``."""
+    try:
+        cls = method_class(settings)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("method.name", f"{path}.name", 1)) from None
+    try:
+        return cls.model_validate({str(key): value for key, value in settings.items()})
+    except ValidationError as error:
+        raise ConfigError(_first_error(error, cls, path)) from None
+
+
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
 
@@ -202,7 +214,8 @@ def _first_error(error: ValidationError, cls: type[BaseModel], section: str) -> 
     if details["type"] == "missing":
         return f"{path}: missing; {cls.model_fields[key].description or 'a value is required'}"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if details["type"] == "value_error" and not details["loc"]:
+    says_where = isinstance(details.get("ctx", {}).get("error"), ConfigError)
+    if details["type"] == "value_error" and (says_where or not details["loc"]):
         return message
     if not details["msg"].startswith("Value error, expected"):
         message = (

@@ -178,7 +178,11 @@ def extension_record(config: PretrainedConfig) -> dict[str, Any] | None:
             float(record["rope_theta"]), rotary_dim(config), int(record["original_max_position_embeddings"])
         )
         known = settings["name"] in METHODS
-        expected = method_class(settings).model_validate(settings).rope_parameters(spec) if known else {}
+        method = method_class(settings).model_validate(settings) if known else None
+        if method is not None and method.changes_attention:
+            expected = {"rope_type": "default", "rope_theta": spec.rope_theta}
+        else:
+            expected = {} if method is None else method.rope_parameters(spec)
     except (KeyError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"config.ctxext, which says how this checkpoint was extended, can't be read ({type(error).__name__}); it "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ctxext.attention.partition import Partition
 from ctxext.errors import CtxextError
 from ctxext.families import (
     extension_record,
@@ -21,10 +23,10 @@ from ctxext.families import (
 from ctxext.patching import (
     Patch,
     active_patch,
+    difference_from_method,
+    effective_fingerprint,
     fingerprint,
-    is_rotation,
     loaded_frequencies,
-    measured_rotation,
     same_up_to_rounding,
     unwrap,
 )
@@ -43,19 +45,23 @@ class Inspection:
         method: settings of the patch that is on, or None.
         scaling: Transformers' rope type of the loaded checkpoint, ``default`` for none.
         original_max_position_embeddings: trained length in tokens.
-        max_position_embeddings: target length in tokens.
+        max_position_embeddings: target length in tokens; for methods that change attention the patch's ``max_length``,
+            because the config keeps the trained length.
         factor: target over trained length.
         rope_theta: base of the frequencies before extension.
         attention_factor: factor on cosine and sine, as measured.
         inv_freq: live frequencies in radians per token.
         base_inv_freq: the same before any scaling.
         checkpoint_method: name of the ctxext method that the checkpoint was saved with, or None.
-        patched_modules: number of modules that the patch replaced.
+        patched_modules: number of modules that the patch replaced (the rotary embedding) or redirected (attention).
         inv_freq_sha256: of the live frequencies as little-endian fp32.
-        fingerprint: sha256 over frequencies and attention factor.
+        fingerprint: sha256 over frequencies and attention factor, or over the relative rotations that scores see where
+            the method changes attention.
+        attention: what the method does to attention in one sentence, or None.
         consistent: whether the config describes what the live module does.
         problems: what is not as it should be, one sentence each.
         notes: what a user should know, one sentence each.
+        partition: what the patched attention does, for pictures; not part of files.
     """
 
     model: str
@@ -74,16 +80,18 @@ class Inspection:
     inv_freq_sha256: str
     fingerprint: str
     consistent: bool
+    attention: str | None = None
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    partition: Partition | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self)
+        return asdict(replace(self, partition=None), dict_factory=_without_partition)
 
     def summary(self) -> dict[str, Any]:
         """What a result file says of the patch: everything but the frequencies themselves."""
-        return {key: value for key, value in asdict(self).items() if key not in ("inv_freq", "base_inv_freq")}
+        return {key: value for key, value in self.to_dict().items() if key not in ("inv_freq", "base_inv_freq")}
 
     def __str__(self) -> str:
         lines = [f"{label:<18}{value}" for label, value in self._facts()]
@@ -95,41 +103,57 @@ class Inspection:
 
     def _facts(self) -> list[tuple[str, str]]:
         if self.method is not None:
-            settings = ", ".join(f"{key}={_short(value)}" for key, value in self.method.items() if key != "name")
-            method = f"{self.method['name']} ({settings})"
+            method = _with_settings(self.method)
         else:
             method = (
                 "none" if self.scaling == "default" else f"none; the checkpoint itself is scaled with {self.scaling}"
             )
+        attention = [] if self.attention is None else [("attention", self.attention)]
         return [
             ("model", f"{self.model} ({self.model_type})"),
             ("method", method),
+            *attention,
             ("original length", f"{self.original_max_position_embeddings:,} tokens"),
             ("target length", f"{self.max_position_embeddings:,} tokens (factor {self.factor:g})"),
             ("rope_theta", f"{self.rope_theta:,.6g}"),
-            ("attention factor", f"{self.attention_factor:.6f}"),
+            ("attention factor", self._attention_factor()),
             ("patched modules", str(self.patched_modules)),
             ("frequencies", f"sha256 {self.inv_freq_sha256[:16]}, fingerprint {self.fingerprint[:16]}"),
             ("dimensions", self._summary()),
         ]
 
+    def _far(self) -> tuple[tuple[float, ...], float]:
+        """Frequencies and attention factor for the last token of the target length."""
+        if self.partition is None:
+            return self.inv_freq, self.attention_factor
+        last = torch.tensor([self.max_position_embeddings - 1], device="cpu")
+        inv_freq, gain = self.partition.frequencies_at(last)
+        return tuple(inv_freq[0].tolist()), self.attention_factor * float(gain[0]) ** 0.5
+
+    def _attention_factor(self) -> str:
+        far = self._far()[1]
+        growth = "" if far == self.attention_factor else f", {far:.6f} at {self.max_position_embeddings:,} tokens"
+        return f"{self.attention_factor:.6f}{growth}"
+
     def _ratios(self) -> list[float]:
-        return [before / after for before, after in zip(self.base_inv_freq, self.inv_freq, strict=True)]
+        return [before / after for before, after in zip(self.base_inv_freq, self._far()[0], strict=True)]
 
     def _summary(self) -> str:
         ratios = self._ratios()
+        where = "" if self._far()[0] == self.inv_freq else f" at {self.max_position_embeddings:,} tokens"
         kept = sum(abs(ratio - 1) < 1e-4 for ratio in ratios)
         if kept == len(ratios):
             return f"all {kept} frequencies unchanged"
         full = sum(ratio >= max(ratios) * (1 - 1e-4) and abs(ratio - 1) >= 1e-4 for ratio in ratios)
-        return f"of {len(ratios)} frequencies {kept} unchanged, {full} slowed most (x{max(ratios):.3g}), rest between"
+        slowed = f"{kept} unchanged, {full} slowed most (x{max(ratios):.3g}), rest between"
+        return f"of {len(ratios)} frequencies{where} {slowed}"
 
     def _table(self) -> list[str]:
         count = len(self.inv_freq)
         shown = sorted({round(i * (count - 1) / (_ROWS - 1)) for i in range(_ROWS)})
         before, after = (
             wavelengths(torch.tensor(frequencies, dtype=torch.float64, device="cpu")).tolist()
-            for frequencies in (self.base_inv_freq, self.inv_freq)
+            for frequencies in (self.base_inv_freq, self._far()[0])
         )
         lines = ["dimension   wavelength before        after   slowed by   turns in trained length"]
         for i in shown:
@@ -140,14 +164,22 @@ class Inspection:
         return lines
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw wavelength by dimension, before and after, into a picture file.
+        """Draw into a picture file what the method does: wavelengths before and after, or relative positions.
 
         Raises:
             CtxextError: matplotlib is not installed, or the file can't be written.
         """
-        from ctxext.plotting import plot_wavelengths
+        from ctxext.plotting import plot_relative_positions, plot_wavelengths
 
-        plot_wavelengths(self, path)
+        if self.partition is not None and self.method is not None:
+            plot_relative_positions(
+                self.partition,
+                self.original_max_position_embeddings,
+                path,
+                title=f"{self.model_type}: {_with_settings(self.method)}",
+            )
+        else:
+            plot_wavelengths(self, path)
 
 
 def inspect(model: nn.Module) -> Inspection:
@@ -168,7 +200,8 @@ def inspect(model: nn.Module) -> Inspection:
         live = patch.rotary._exact if patch else stock_frequencies(type(rotary), config)[0]
     attention_factor = float(rotary.attention_scaling)
     if patch is not None:
-        problems += _differences_from_method(patch, rotary)
+        difference = difference_from_method(patch, rotary)
+        problems += [] if difference is None else [f"{difference}: the patch is not in effect"]
     try:
         record = extension_record(config)
     except CtxextError as error:
@@ -176,22 +209,28 @@ def inspect(model: nn.Module) -> Inspection:
         problems += [] if problems else [str(error)]
     theta, original = _trained(patch, record, config, rotary)
     notes = _notes(patch, record, config)
+    partition = None if patch is None else patch.partition
+    target = config.max_position_embeddings if partition is None or patch is None else patch.max_length
     return Inspection(
         model=type(model).__name__,
         model_type=family.model_type,
         method=None if patch is None else patch.method.model_dump(exclude_none=True, mode="json"),
         scaling="default" if patch is not None else str(rotary.rope_type),
         original_max_position_embeddings=original,
-        max_position_embeddings=config.max_position_embeddings,
-        factor=config.max_position_embeddings / original,
+        max_position_embeddings=target,
+        factor=target / original,
         rope_theta=theta,
         attention_factor=attention_factor,
         inv_freq=tuple(live.tolist()),
         base_inv_freq=tuple(default_inv_freq(theta, 2 * live.numel()).tolist()),
         checkpoint_method=record["method"]["name"] if patch is None and record is not None else None,
-        patched_modules=0 if patch is None else 1,
+        patched_modules=0 if patch is None else 1 + (0 if partition is None else config.num_hidden_layers),
         inv_freq_sha256=fingerprint(live, None),
-        fingerprint=fingerprint(live, attention_factor),
+        fingerprint=fingerprint(live, attention_factor)
+        if partition is None
+        else effective_fingerprint(partition, original),
+        attention=None if partition is None else partition.describe(),
+        partition=partition,
         consistent=not problems,
         problems=tuple(problems),
         notes=tuple(notes),
@@ -217,10 +256,10 @@ def _disagreements(patch: Patch | None, rotary: Any, config: Any, live: torch.Te
             f"config.rope_parameters ({changed}) were edited after patching and are not in effect; {reload}"
         )
         return problems
-    if patch is not None and config.max_position_embeddings != patch.method.lengths(patch.spec).target:
+    if patch is not None and config.max_position_embeddings != patch.written["max_position_embeddings"]:
         problems.append(
             f"config.max_position_embeddings ({config.max_position_embeddings}) was edited after patching; it scales "
-            f"nothing and is not in effect: the target is {patch.method.lengths(patch.spec).target}"
+            f"nothing and is not in effect: the target is {patch.max_length}"
         )
     parameters = getattr(config, "rope_parameters", None) or {}
     unread = [key for key in parameters if key not in ("rope_type", "rope_theta", "type", "partial_rotary_factor")]
@@ -248,6 +287,8 @@ def _disagreements(patch: Patch | None, rotary: Any, config: Any, live: torch.Te
             f"them ({type(error).__name__}: {error}); {reload}"
         )
         return problems
+    if patch is not None and patch.partition is not None:
+        expected, attention_factor = patch.rope  # the config describes the trained model, and is meant to
     if patch is None and rope_type != rotary.rope_type:
         problems.append(
             f"config.rope_parameters ask for {rope_type}, but the model was loaded with {rotary.rope_type}: "
@@ -270,14 +311,6 @@ def _disagreements(patch: Patch | None, rotary: Any, config: Any, live: torch.Te
             "instead, or patch it: ctxext keeps them in fp32"
         )
     return problems
-
-
-def _differences_from_method(patch: Patch, rotary: nn.Module) -> list[str]:
-    inv_freq, attention_factor = patch.method.frequencies(patch.spec)
-    cos, sin = measured_rotation(rotary, inv_freq.numel())
-    if not is_rotation(cos, sin, inv_freq, attention_factor):
-        return [f"the live module doesn't rotate by the frequencies of {patch.method.name}: the patch is not in effect"]
-    return []
 
 
 def _trained(patch: Patch | None, record: dict[str, Any] | None, config: Any, rotary: Any) -> tuple[float, int]:
@@ -314,6 +347,20 @@ def _notes(patch: Patch | None, record: dict[str, Any] | None, config: Any) -> l
     if patch is not None and patch.method.lengths(patch.spec).factor == 1:
         notes.append("the target length is the trained length; give factor or max_position_embeddings to raise it")
     return notes
+
+
+def _without_partition(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in items if key != "partition"}
+
+
+def _with_settings(method: Mapping[str, Any]) -> str:
+    """A method's name and settings on one line."""
+    settings = [
+        f"{key}={_with_settings(value) if isinstance(value, Mapping) else _short(value)}"
+        for key, value in method.items()
+        if key != "name"
+    ]
+    return f"{method['name']} ({', '.join(settings)})" if settings else str(method["name"])
 
 
 def _short(value: Any) -> str:

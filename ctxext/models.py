@@ -66,6 +66,9 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, in eval mode on ``device``, and its tokenizer; extended by ``method`` if one is given.
 
+    A checkpoint saved with a method that changes attention (``dca``, ``dynamic_ntk``, ``dynamic_yarn``) holds the plain
+    model and a record of the method; without ``method`` that one is put on again.
+
     Args:
         name: ``builtin:smollm2-135m``, a ``.gguf`` file, a folder with ``config.json`` and safetensors weights, or a
             hub id. A name that exists as a path is a path; one that looks like a path never goes to the hub.
@@ -110,11 +113,35 @@ def load_model(
             "complete checkpoint of a causal language model"
         )
     model.eval()
+    if method is None:
+        method = _recorded_method(model)
     if method is not None:
         from ctxext.patching import patch
 
         patch(model, method, replace_scaling=replace_scaling)
     return model, tokenizer
+
+
+def _recorded_method(model: PreTrainedModel) -> Method | None:
+    """The method that a checkpoint was saved with, if its ``rope_parameters`` alone can't express it.
+
+    Raises:
+        ModelLoadError: it was a user's own, which can't be found by its name.
+    """
+    from ctxext.families import extension_record
+    from ctxext.methods import METHODS
+
+    if not (getattr(model.config, "ctxext", None) or {}).get("changes_attention"):
+        return None
+    record = extension_record(model.config)
+    assert record is not None  # there is one
+    name = record["method"]["name"]
+    if name not in METHODS:
+        raise ModelLoadError(
+            f"the checkpoint was saved with method {name!r}, which is none of ctxext's ({', '.join(METHODS)}): hand "
+            "the method to load_model, or load the plain model with Transformers"
+        )
+    return load_method(record["method"])
 
 
 def model_id(name: str) -> str:

@@ -15,8 +15,14 @@ import torch
 from accelerate.hooks import add_hook_to_module
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ctxext.attention import naive
+from ctxext.attention.engine import rotate
+from ctxext.attention.interface import NAME, Planner, positions_to_probe
+from ctxext.attention.partition import Partition
 from ctxext.config import load_method
 from ctxext.errors import PatchError, UnsupportedModelError
 from ctxext.families import (
@@ -30,12 +36,19 @@ from ctxext.families import (
     window_layers,
 )
 from ctxext.methods import Method
-from ctxext.rope import RopeSpec
+from ctxext.rope import RopeSpec, default_inv_freq
 from ctxext.rotary import ScaledRotaryEmbedding
 
 _HANDLE = "_ctxext_patch"
 _PROBES = (1, 4099, 1_000_003)
-_OWN_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim", "ctxext")
+_OWN_KEYS = (
+    "rope_parameters",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "head_dim",
+    "ctxext",
+    "dual_chunk_attention_config",
+)
 
 
 class Patch:
@@ -45,8 +58,9 @@ class Patch:
 
     Attributes:
         model: the unwrapped model.
-        method: the method as given.
+        method: the method, with the defaults that the checkpoint has a say in filled in.
         spec: the trained rotary embedding that the method extends.
+        partition: what the patched attention does, or None where attention is stock.
     """
 
     def __init__(
@@ -61,17 +75,44 @@ class Patch:
         self.config = config
         self.written = copy.deepcopy(vars(config))
         self.original_rotary = rotary
-        self.rotary = ScaledRotaryEmbedding(*method.frequencies(spec), device=_device(rotary))
+        self.partition = method.partition(spec)
+        self.planner: Planner | None = None
+        period = None
+        if self.partition is not None:
+            period = self.partition.period
+            self.planner = Planner(self.partition, method.name, naive=getattr(method, "attention", "") == "naive")
+        self.rotary = ScaledRotaryEmbedding(*self.rope, device=_device(rotary), period=period)
         hook = getattr(rotary, "_hf_hook", None)
         if hook is not None:
             add_hook_to_module(self.rotary, copy.copy(hook))
-        self._family = family
+        self.family = family
         self._wrappers: list[nn.Module] = []
+        self._hook: RemovableHandle | None = None
 
     @property
     def active(self) -> bool:
         """Whether this patch is the one that is on the model now."""
         return vars(self.model.base_model).get(_HANDLE) is self
+
+    @property
+    def rope(self) -> tuple[torch.Tensor, float]:
+        """Frequencies fp32 ``[d/2]`` and attention factor that the rotary module has to rotate by."""
+        if self.partition is not None:
+            return self.partition.inv_freq, self.partition.attention_factor
+        inv_freq, attention_factor = self.method.scaled_rope(self.spec)
+        return inv_freq.detach().float().cpu(), attention_factor
+
+    @property
+    def saved_rope(self) -> tuple[torch.Tensor, float]:
+        """The same of a checkpoint saved now, as Transformers alone would load it."""
+        if self.partition is not None:
+            return default_inv_freq(self.spec.rope_theta, self.spec.rotary_dim), 1.0
+        return self.rope
+
+    @property
+    def max_length(self) -> int:
+        """How many tokens ctxext's own tools let the model read; the mathematics of no method has a limit."""
+        return self.method.lengths(self.spec).target
 
     def remove(self) -> None:
         """Restore the model; a patch that is already off stays off.
@@ -88,15 +129,17 @@ class Patch:
         self._wrappers = [module for module in outer.modules() if module not in inner and "config" in vars(module)]
         try:
             _swap_config(outer, self.original_config, self.config)
-            setattr(self.model.base_model, self._family.rotary, self.rotary)
+            setattr(self.model.base_model, self.family.rotary, self.rotary)
             setattr(self.model.base_model, _HANDLE, self)
+            if self.planner is not None:
+                self._hook = self.model.base_model.register_forward_pre_hook(self.planner, with_kwargs=True)
             _prove(self)
         except BaseException:
             self._restore(outer)
             raise
 
     def _remove_from(self, outer: nn.Module) -> None:
-        if rotary_module(self.model, self._family) is not self.rotary or self.model.config is not self.config:
+        if rotary_module(self.model, self.family) is not self.rotary or self.model.config is not self.config:
             raise PatchError(
                 f"the {self.method.name} patch can't come off: another program has replaced the model's rotary "
                 "embedding or config since; undo that first"
@@ -108,7 +151,7 @@ class Patch:
         self._restore(outer)
 
     def _restore(self, outer: nn.Module) -> None:
-        setattr(self.model.base_model, self._family.rotary, self.original_rotary)
+        setattr(self.model.base_model, self.family.rotary, self.original_rotary)
         # What a user changed meanwhile (attention, vocabulary, ...) was meant for the model, not for the patch.
         for key, value in vars(self.config).items():
             if key not in _OWN_KEYS and (key not in self.written or self.written[key] != value):
@@ -116,6 +159,9 @@ class Patch:
         for root in (outer, self.model, *self._wrappers):
             _swap_config(root, self.config, self.original_config)
         vars(self.model.base_model).pop(_HANDLE, None)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model shall not drag along the wrapper that the original was in.
@@ -235,6 +281,24 @@ def fingerprint(inv_freq: torch.Tensor, attention_factor: float | None) -> str:
     return digest.hexdigest()
 
 
+def effective_fingerprint(partition: Partition, trained: int) -> str:
+    """sha256 of the relative rotations at the probe positions: what each of their scores sees.
+
+    ``trained`` is the trained length in tokens.
+
+    Relative positions as little-endian int64, then frequencies and factors of each query as little-endian fp32, then
+    the attention factor (fp64). A hash of ``inv_freq`` would not tell these methods from the plain model.
+    """
+    positions = torch.tensor(positions_to_probe(partition, trained), device="cpu")
+    relative = partition.relative_positions(positions, positions).tril()
+    inv_freq, gain = partition.frequencies_at(positions)
+    digest = hashlib.sha256(relative.numpy().astype("<i8").tobytes())
+    for values in (inv_freq, gain):
+        digest.update(values.contiguous().numpy().astype("<f4").tobytes())
+    digest.update(struct.pack("<d", partition.attention_factor))
+    return digest.hexdigest()
+
+
 def measured_rotation(rotary: nn.Module, frequencies: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine, each fp64 ``[P, frequencies]``, that calling the module yields at the probe positions."""
     device = _device(rotary)
@@ -246,9 +310,12 @@ def measured_rotation(rotary: nn.Module, frequencies: int) -> tuple[torch.Tensor
     return cos[0, :, :frequencies].double().cpu(), sin[0, :, :frequencies].double().cpu()
 
 
-def is_rotation(cos: torch.Tensor, sin: torch.Tensor, inv_freq: torch.Tensor, attention_factor: float) -> bool:
-    """Whether cosine and sine measured at the probe positions are those of the given frequencies."""
-    angles = torch.tensor(_PROBES, dtype=torch.float32, device="cpu")[:, None] * inv_freq.float().cpu()
+def is_rotation(
+    cos: torch.Tensor, sin: torch.Tensor, inv_freq: torch.Tensor, attention_factor: float, period: int | None = None
+) -> bool:
+    """Whether cosine and sine, measured at the probe positions modulo ``period``, are those of the frequencies."""
+    positions = torch.tensor(_PROBES, device="cpu") % (period or _PROBES[-1] + 1)
+    angles = positions[:, None].float() * inv_freq.float().cpu()
     # The module computes the angle in fp32 as here; only the cosine and sine leave room for rounding.
     room = 1e-5 * max(1.0, abs(attention_factor))
     expected = ((cos, attention_factor * angles.double().cos()), (sin, attention_factor * angles.double().sin()))
@@ -258,6 +325,9 @@ def is_rotation(cos: torch.Tensor, sin: torch.Tensor, inv_freq: torch.Tensor, at
 def _prepare(model: Any, method: Method, *, replace_scaling: bool) -> Patch:
     family = find_family(model)
     rotary: Any = rotary_module(model, family)
+    method = method.for_config(model.config)
+    if method.changes_attention:
+        _check_attention(model, family, method)
     check_trained_length(model.config, rotary, method)
     _check_live_matches_config(rotary, model.config)
     spec = trained_rope(model.config, method, replace_scaling=replace_scaling)
@@ -266,7 +336,7 @@ def _prepare(model: Any, method: Method, *, replace_scaling: bool) -> Patch:
 
 
 def _check_frequencies(method: Method, spec: RopeSpec) -> None:
-    inv_freq, _ = method.frequencies(spec)
+    inv_freq, _ = method.scaled_rope(spec)
     usable = int((inv_freq.isfinite() & (inv_freq > 0)).sum())
     if inv_freq.shape != (spec.rotary_dim // 2,) or usable != inv_freq.numel():
         raise PatchError(
@@ -278,8 +348,21 @@ def _check_frequencies(method: Method, spec: RopeSpec) -> None:
 def _extended_config(config: PretrainedConfig, method: Method, spec: RopeSpec) -> PretrainedConfig:
     lengths = method.lengths(spec)
     extended = copy.deepcopy(config)
-    extended.rope_parameters = method.rope_parameters(spec)
-    extended.max_position_embeddings = lengths.target
+    if method.changes_attention:
+        # Nobody else can run the method, so the checkpoint must not claim to be more than it was trained for.
+        extended.rope_parameters = {"rope_type": "default", "rope_theta": spec.rope_theta}
+        extended.max_position_embeddings = lengths.original
+        extended._attn_implementation = NAME
+        vars(extended).pop("dual_chunk_attention_config", None)  # engines that know the key would run what it says
+    else:
+        extended.rope_parameters = method.rope_parameters(spec)
+        extended.max_position_embeddings = lengths.target
+    record = getattr(config, "ctxext", None)
+    if record is not None and record["method"]["name"] == "dca":
+        # It was the earlier method's; engines that know the key would run Dual Chunk Attention.
+        vars(extended).pop("dual_chunk_attention_config", None)
+    for key, value in method.config_entries(spec).items():
+        setattr(extended, key, value)
     if hasattr(extended, "original_max_position_embeddings"):
         # Transformers lets this attribute, where a config has it, override the one in rope_parameters.
         extended.original_max_position_embeddings = lengths.original
@@ -290,6 +373,8 @@ def _extended_config(config: PretrainedConfig, method: Method, spec: RopeSpec) -
         "rope_theta": spec.rope_theta,
         "original_max_position_embeddings": lengths.original,
     }
+    if method.changes_attention:
+        extended.ctxext["changes_attention"] = True
     return extended
 
 
@@ -329,19 +414,34 @@ def same_up_to_rounding(live: torch.Tensor, exact: torch.Tensor) -> bool:
     return live.shape == exact.shape and any(torch.allclose(live, c, rtol=1e-6, atol=0) for c in candidates)
 
 
+def _check_attention(model: Any, family: Family, method: Method) -> None:
+    """Refuse a model whose attention isn't what the patched one computes."""
+    config = model.config
+    windows = window_layers(config)
+    if windows is not None:
+        raise UnsupportedModelError(
+            f"method {method.name}: {windows[0]} of {config.num_hidden_layers} layers attend to a sliding window of "
+            f"{windows[1]} tokens, where positions beyond it don't occur; use a static method (yarn, ntk, ...)"
+        )
+    if not getattr(config, "is_causal", True):
+        raise UnsupportedModelError(f"method {method.name}: the model isn't causal (config.is_causal is False)")
+    for layer in getattr(model.base_model, family.layers):
+        module = getattr(layer, family.attention, None)
+        if module is None or getattr(module, "config", None) is not config:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: expected every layer's {family.attention!r} to read the model's own config; "
+                "nothing was patched"
+            )
+
+
 def _prove(patch: Patch) -> None:
-    """Read the rotation back from the module that the model calls, and from the config that would be saved."""
-    inv_freq, attention_factor = patch.method.frequencies(patch.spec)
-    inv_freq = inv_freq.detach().float().cpu()
+    """Read back from the live model what it computes, and from the config what would be saved."""
     name = patch.method.name
     live = rotary_module(patch.model, find_family(patch.model))
-    assert live is not None  # find_family has seen it
-    cos, sin = measured_rotation(live, inv_freq.numel())
-    if not is_rotation(cos, sin, inv_freq, attention_factor):
-        raise PatchError(
-            f"after patching, {type(live).__name__} does not rotate by the frequencies of {name}; "
-            "another program may have wrapped it. The model was restored"
-        )
+    problem = difference_from_method(patch, live)
+    if problem is not None:
+        raise PatchError(f"after patching, {problem}; another program may have wrapped it. The model was restored")
+    inv_freq, attention_factor = patch.saved_rope
     try:
         saved, saved_factor, _ = stock_frequencies(type(patch.original_rotary), patch.model.config)
     except Exception as error:
@@ -352,8 +452,69 @@ def _prove(patch: Patch) -> None:
     if not torch.allclose(saved, inv_freq, rtol=1e-6, atol=0) or abs(saved_factor - attention_factor) > 1e-6:
         raise PatchError(
             f"rope_parameters of {name} would load with other frequencies than the model has now; "
-            "the method's rope_parameters() doesn't match its frequencies(). The model was restored"
+            "the method's rope_parameters() doesn't match its scaled_rope(). The model was restored"
         )
+
+
+def difference_from_method(patch: Patch, rotary: Any) -> str | None:
+    """What the live model computes otherwise than its method says, or None.
+
+    The rotation is read from the module that the model calls. Where the method changes attention, the function that the
+    layers call is run too, through the live hook, on random queries and keys at positions around and far beyond the
+    range where nothing changes; the result has to be that of the dense reference in float64.
+    """
+    name = patch.method.name
+    cos, sin = measured_rotation(rotary, patch.rope[0].numel())
+    period = None if patch.partition is None else patch.partition.period
+    if not is_rotation(cos, sin, *patch.rope, period):
+        return f"{type(rotary).__name__} does not rotate by the frequencies of {name}"
+    if patch.partition is None:
+        return None
+    layers = [getattr(layer, patch.family.attention) for layer in getattr(patch.model.base_model, patch.family.layers)]
+    if any(layer.config is not patch.config for layer in layers) or patch.config._attn_implementation != NAME:
+        return f"not every layer runs the attention of {name}"
+    if patch.planner not in patch.model.base_model._forward_pre_hooks.values():
+        return f"the hook of {name} is gone"
+    measured, expected, room = _probe_attention(patch, patch.partition, rotary, layers[0])
+    if not torch.allclose(measured, expected, rtol=0, atol=room):
+        return f"attention does not see the relative positions of {name}"
+    return None
+
+
+def _probe_attention(
+    patch: Patch, partition: Partition, rotary: Any, layer: Any
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Attention output ``[1, n, H, d]`` of the live path and of the reference, fp64, and the room for rounding."""
+    device = _device(rotary) if _device(rotary).type != "meta" else torch.device("cpu")
+    positions = torch.tensor(positions_to_probe(partition, patch.method.lengths(patch.spec).original), device="cpu")
+    config: Any = patch.config
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    dim = patch.spec.rotary_dim
+    query, key, value = (
+        torch.randn(1, n, len(positions), dim, generator=generator, device="cpu", dtype=torch.float32) for n in heads
+    )
+
+    ids = positions[None].to(device)
+    given = {"input_ids": torch.zeros_like(ids), "position_ids": ids, "use_cache": False, "output_attentions": False}
+    assert patch.planner is not None  # a partition comes with one
+    _, planned = patch.planner(patch.model.base_model, (), given)
+    cos, sin = rotary(torch.zeros(1, len(positions), 1, device=device, dtype=torch.float32), position_ids=ids)
+    states = [x.to(device) for x in (query, key, value)]
+    for i in range(2):
+        first, second = states[i].chunk(2, dim=-1)
+        states[i] = states[i] * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+    function = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+    with torch.no_grad():
+        out, _ = function(layer, *states, None, dropout=0.0, scaling=dim**-0.5, ctxext=planned["ctxext"])
+    rotated_query, rotated_key = (
+        rotate(x.double(), positions % partition.period, partition.inv_freq) * partition.attention_factor
+        for x in (query, key)
+    )
+    expected, _ = naive.attend(rotated_query, rotated_key, value.double(), positions, partition, dim**-0.5)
+    # Angles are fp32, as in every rotary embedding: at position p they are off by up to p * 2^-24 and more.
+    room = 1e-3 + float(positions[-1]) * 2**-21
+    return out.double().cpu(), expected.transpose(1, 2), room
 
 
 def _warn_about_windows(config: PretrainedConfig) -> None:

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ctxext.errors import CtxextError
 
 if TYPE_CHECKING:
+    from ctxext.attention.partition import Partition
     from ctxext.inspection import Inspection
 
 
@@ -31,6 +34,44 @@ def plot_wavelengths(inspection: Inspection, path: str | os.PathLike[str]) -> No
         f"{inspection.max_position_embeddings:,} tokens",
     )
     axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def plot_relative_positions(
+    partition: Partition, trained: int, path: str | os.PathLike[str], *, title: str = "", length: int | None = None
+) -> None:
+    """What scores see: the relative position of every pair, and how fast the slowest frequencies turn by distance.
+
+    Args:
+        partition: of a patch.
+        trained: trained length in tokens.
+        path: the picture.
+        title: shown above it.
+        length: tokens; default three times the trained length.
+    """
+    figure, (left, right) = _figure(columns=2)
+    length = length or 3 * trained
+    points = torch.linspace(0, length - 1, min(length, 600)).round().long()
+    relative = partition.relative_positions(points, points).float()
+    relative[points > points[:, None]] = math.nan
+    image = left.imshow(relative.numpy(), extent=(0, length, length, 0), cmap="viridis", interpolation="nearest")
+    figure.colorbar(image, ax=left, label="relative position")
+    left.set(xlabel="position of the key", ylabel="position of the query", title="Relative position of every score")
+
+    last = points[-1:]
+    inv_freq, _ = partition.frequencies_at(last)
+    seen = partition.relative_positions(last, points)[0]
+    plain = (last - points).float() * partition.inv_freq[-1]
+    right.plot((last - points).numpy(), plain.numpy(), color="0.55", linestyle="--", label="without the method")
+    right.plot((last - points).numpy(), (seen.float() * inv_freq[0, -1]).numpy(), color="C0", label="patched")
+    right.axhline(trained * float(partition.inv_freq[-1]), color="C2", linewidth=1, label="at the trained length")
+    right.set(
+        xlabel=f"true distance from the query at position {int(last):,}",
+        ylabel="angle in radians",
+        title="Slowest frequency",
+    )
+    right.legend(frameon=False)
+    figure.suptitle(title)
     _save(figure, path)
 
 
@@ -64,6 +105,39 @@ def plot_comparison(results: Mapping[str, Any], trained: int, path: str | os.Pat
             right.annotate(f"{correct}/{trials}", (x, correct / trials), ha="center", va="bottom")
     right.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     right.set(ylim=(0, 1.12), xlabel="length in tokens", ylabel="share found", title="Finding a passkey")
+    _save(figure, path)
+
+
+def plot_methods(results: Mapping[str, Any], trained: int, path: str | os.PathLike[str]) -> None:
+    """Perplexity of the text between two lengths, and passkeys found with their 95 % interval, one colour per method.
+
+    Args:
+        results: for each label, the records of the tasks ``perplexity`` (several lengths) and ``passkey`` (or None).
+        trained: trained length in tokens, drawn as a line.
+        path: the picture.
+    """
+    from ctxext.evaluation.passkey import wilson95
+
+    figure, (left, right) = _figure(height=0.3 * len(results) + 2.4, columns=2)
+    for i, (label, records) in enumerate(results.items()):
+        rows = records["perplexity"]["rows"]
+        last = [row["perplexity_last"] for row in rows]
+        style = {"color": f"C{i % 10}", "linestyle": "--" if i >= 10 else "-", "label": label}
+        left.semilogy([row["length"] for row in rows], last, marker=".", **style)
+        if records["passkey"] is None:
+            continue
+        correct, trials = (sum(row[key] for row in records["passkey"]["rows"]) for key in ("correct", "trials"))
+        low, high = wilson95(correct, trials)
+        share = correct / trials
+        right.barh(i, share, color=f"C{i % 10}", alpha=0.6)
+        right.errorbar(share, i, xerr=[[share - low], [high - share]], color="0.25", capsize=3)
+    left.axvline(trained, color="0.5", linewidth=1, linestyle=":")
+    left.annotate(" trained length", (trained, 0.98), xycoords=("data", "axes fraction"), va="top", color="0.4")
+    left.set(xlabel="tokens", ylabel="perplexity of the tokens since the point before", title="Reading on")
+    left.legend(frameon=False, fontsize="small")
+    right.set_yticks(range(len(results)), list(results))
+    right.invert_yaxis()
+    right.set(xlim=(0, 1), xlabel="passkeys found, and 95 % interval", title="Finding a passkey")
     _save(figure, path)
 
 

@@ -18,8 +18,16 @@ class ScaledRotaryEmbedding(nn.Module):
     move starts again from the exact values.
     """
 
-    def __init__(self, inv_freq: torch.Tensor, attention_factor: float, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        inv_freq: torch.Tensor,
+        attention_factor: float,
+        device: torch.device | None = None,
+        *,
+        period: int | None = None,
+    ) -> None:
         super().__init__()
+        self.period = period
         self._exact = inv_freq.detach().to(device="cpu", dtype=torch.float32, copy=True)
         self.inv_freq = self._exact.to(device or self._exact.device, copy=True)
         self.attention_scaling = float(attention_factor)
@@ -28,9 +36,15 @@ class ScaledRotaryEmbedding(nn.Module):
         self.register_buffer("placeholder", placeholder, persistent=False)
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine ``[B, T, d]`` in the dtype and on the device of the hidden states ``x`` ``[B, T, D]``."""
+        """Cosine and sine ``[B, T, d]`` in the dtype and on the device of the hidden states ``x`` ``[B, T, D]``.
+
+        With a ``period``, of the positions modulo it: what is left to rotate, the patched attention does.
+        """
         inv_freq = self.inv_freq if self.inv_freq.device == x.device else self._exact.to(x.device)
-        return rotation(position_ids.to(x.device), inv_freq, self.attention_scaling, x.dtype)
+        position_ids = position_ids.to(x.device)
+        if self.period is not None:
+            position_ids = position_ids % self.period
+        return rotation(position_ids, inv_freq, self.attention_scaling, x.dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ScaledRotaryEmbedding:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
@@ -40,4 +54,5 @@ class ScaledRotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         """Shown by ``print(model)``."""
-        return f"frequencies={self._exact.numel()}, attention_factor={self.attention_scaling:.6g}"
+        period = "" if self.period is None else f", period={self.period}"
+        return f"frequencies={self._exact.numel()}, attention_factor={self.attention_scaling:.6g}{period}"

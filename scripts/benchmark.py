@@ -1,4 +1,4 @@
-"""What ctxext costs: patched against stock, memory of the perplexity pass, start-up of the command line.
+"""What ctxext costs against the stock model: time and memory of every kind of method, start-up of the command line.
 
 Times are given as ratios of medians within one run, alternating between the two sides, because a shared machine drifts.
 """
@@ -21,49 +21,85 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 import ctxext
+from ctxext.attention import engine
 from ctxext.data import load_documents, tokenize
 from ctxext.evaluation.perplexity import evaluate_perplexity
 from ctxext.evaluation.results import write_result
 
 MODEL = "builtin:smollm2-135m"
 DATASET = "builtin:python-docs"
+ATTENTION: dict[str, ctxext.Method] = {"dca": ctxext.DCA(), "dynamic_yarn": ctxext.DynamicYaRN()}
 
 
 def main(
+    part: Annotated[
+        list[str] | None, typer.Option(help="static, attention, model or training; may be repeated. Default: all.")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Pairs of runs for each time.")] = 9,
-    length: Annotated[int, typer.Option(help="Tokens of the timed forward pass.")] = 1024,
-    memory_length: Annotated[int, typer.Option(help="Tokens of the measured perplexity pass.")] = 16_384,
+    length: Annotated[int, typer.Option(help="Tokens of the timed forward pass, static methods.")] = 1024,
+    prefill: Annotated[int, typer.Option(help="Tokens of the cache in which attention methods are timed.")] = 16_384,
+    prefill_repeats: Annotated[int, typer.Option(help="Whole-model passes of that length for each method.")] = 3,
+    memory_length: Annotated[int, typer.Option(help="Tokens of the passes whose memory is measured.")] = 16_384,
+    training_length: Annotated[int, typer.Option(help="Tokens of the timed training step.")] = 4096,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="Default: an accelerator if there is one.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the figures as JSON to this file.")] = None,
 ) -> None:
     """Print one table of figures."""
+    parts = {"static", "attention", "model", "training"}
+    if unknown := set(part or ()) - parts:
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: expected {', '.join(sorted(parts))}")
+    chosen = set(part or parts)
     figures: dict[str, Any] = {"dtype": dtype, "threads": torch.get_num_threads()}
-    figures |= overhead(repeats, length, dtype, device)
-    bare, scored = (in_fresh_process(task, memory_length, dtype, device) for task in (bare_backbone, perplexity_pass))
-    figures |= {
-        "backbone_peak_gb": bare / 1e9,
-        "perplexity_peak_gb": scored / 1e9,
-        "perplexity_extra_gb": (scored - bare) / 1e9,
-    }
-    figures["help_seconds"] = statistics.median(seconds(help_text) for _ in range(repeats))
-
     table = Table("figure", "value", "goal", box=None)
-    table.add_row(f"forward, {length:,} tokens, YaRN / stock", f"{figures['forward_ratio']:.3f}", "1.00")
-    table.add_row("decode, one token, YaRN / stock", f"{figures['decode_ratio']:.3f}", "1.00")
-    table.add_row("forward, stock / stock (noise)", f"{figures['noise_ratio']:.3f}", "1.00")
-    table.add_row(f"peak memory, backbone, {memory_length:,} tokens", f"{figures['backbone_peak_gb']:.2f} GB", "")
-    table.add_row("  perplexity pass on top of it", f"{figures['perplexity_extra_gb']:.2f} GB", "< 0.4 GB")
-    table.add_row("ctxext --help", f"{figures['help_seconds']:.2f} s", "< 0.5 s")
+
+    def show(name: str, label: str, goal: str = "", unit: str = "") -> None:
+        table.add_row(label, f"{figures[name]:.3f}{unit}" if not unit else f"{figures[name]:.2f}{unit}", goal)
+
+    if "static" in chosen:
+        figures |= overhead(repeats, length, dtype, device)
+        bare, scored = (in_fresh_process(t, memory_length, dtype, device) for t in (bare_backbone, perplexity_pass))
+        figures |= {"backbone_peak_gb": bare / 1e9, "perplexity_extra_gb": (scored - bare) / 1e9}
+        figures["help_seconds"] = statistics.median(seconds(help_text) for _ in range(repeats))
+        show("forward_ratio", f"forward, {length:,} tokens, YaRN / stock", "1.00")
+        show("decode_ratio", "decode, one token, YaRN / stock", "1.00")
+        show("noise_ratio", "forward, stock / stock (noise)", "1.00")
+        show("backbone_peak_gb", f"peak memory, backbone, {memory_length:,} tokens", unit=" GB")
+        show("perplexity_extra_gb", "  perplexity pass on top of it", "< 0.4 GB", " GB")
+        show("help_seconds", "ctxext --help", "< 0.5 s", " s")
+    if "attention" in chosen:
+        for tokens, goal in ((prefill, "<= 1.10"), (2 * prefill, "<= 1.00")):
+            figures |= attention_alone(tokens, max(3, repeats // 2), dtype, device)
+            for name in ATTENTION:
+                name_goal = goal if name == "dca" else ""
+                show(f"attention_{name}_{tokens}", f"attention alone, {tokens:,} tokens, {name} / stock", name_goal)
+    if "model" in chosen:
+        figures |= whole_model(prefill, prefill_repeats, dtype, device)
+        for name, goal in (("dca", "<= 1.10"), ("dynamic_yarn", "<= 1.15")):
+            show(f"prefill_{name}", f"prefill, {prefill:,} tokens, {name} / stock", goal)
+        for name, goal in (("dca", "<= 1.15"), ("dynamic_yarn", "<= 1.25")):
+            show(f"decode_{name}", f"decode, one token at {prefill:,}, {name} / stock", goal)
+        weights, *peaks = (
+            in_fresh_process(prefill_pass, tokens, name, dtype, device)
+            for tokens, name in ((16, None), *((memory_length, name) for name in (None, *ATTENTION)))
+        )
+        for name, peak in zip(ATTENTION, peaks[1:], strict=True):
+            figures[f"memory_{name}"] = (peak - weights) / (peaks[0] - weights)
+            show(f"memory_{name}", f"peak memory above weights, {memory_length:,} tokens, {name} / stock", "<= 1.10")
+    if "training" in chosen:
+        figures |= training_step(training_length, prefill_repeats, dtype, device)
+        for name, goal in (("dca", "<= 1.5"), ("dynamic_yarn", "")):
+            show(f"training_{name}", f"training step, {training_length:,} tokens, {name} / stock", goal)
     Console().print(table)
     if output is not None:
         write_result(figures, output)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def overhead(repeats: int, length: int, dtype: str, device: str | None) -> dict[str, float]:
     """Ratios of median times, patched over stock, of a forward pass and of one decoding step."""
     stock, _ = ctxext.load_model(MODEL, dtype=dtype, device=device)
@@ -101,12 +137,108 @@ def _decode(model: Any, cache: DynamicCache, tokens: torch.Tensor, *, steps: int
         model(tokens, use_cache=True, logits_to_keep=1, **{name: cache})
 
 
+@torch.no_grad()
+def attention_alone(length: int, repeats: int, dtype: str, device: str | None) -> dict[str, float]:
+    """Ratios of median times over stock causal attention, on random tensors of SmolLM2-135M's shapes."""
+    spec = ctxext.RopeSpec(100_000.0, 64, 8192)
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    query, key, value = (
+        torch.randn(1, length, heads, 64, device=where, dtype=getattr(torch, dtype)).transpose(1, 2)
+        for heads in (9, 3, 3)
+    )
+    calls: dict[str, Callable[[], Any]] = {
+        "stock": lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    }
+    for name, method in ATTENTION.items():
+        partition = method.partition(spec)
+        assert partition is not None  # all of ATTENTION have one
+        blocks = partition.blocks(torch.arange(length), 0)
+        calls[name] = lambda blocks=blocks: engine.attend(query, key, value, blocks, 64**-0.5)
+    times = alternate(calls, repeats, f"attention alone, {length:,} tokens")
+    return {f"attention_{name}_{length}": times[name] / times["stock"] for name in ATTENTION}
+
+
+@torch.no_grad()
+def whole_model(length: int, repeats: int, dtype: str, device: str | None) -> dict[str, float]:
+    """Ratios of median times over the stock model: a pass that fills the cache, and steps of one token from there."""
+    model, _ = ctxext.load_model(MODEL, dtype=dtype, device=device)
+    tokens = torch.randint(100, 40_000, (1, length), device=model.device)
+    passes: dict[str, list[float]] = {name: [] for name in ("stock", *ATTENTION)}
+    steps: dict[str, list[float]] = {name: [] for name in passes}
+    plan = [name for _ in range(repeats) for name in passes]
+    model(tokens[:, :1024], use_cache=False, logits_to_keep=1)  # warms up
+    for name in track(plan, description="whole model", console=Console(stderr=True), transient=True):
+        patch = ctxext.patch(model, ATTENTION[name]) if name in ATTENTION else None
+        cache = DynamicCache(config=model.config)
+        passes[name].append(seconds(lambda cache=cache: _decode(model, cache, tokens, steps=1)))
+        _decode(model, cache, tokens[:, :1], steps=2)
+        steps[name].append(seconds(lambda cache=cache: _decode(model, cache, tokens[:, :1], steps=24)))
+        if patch is not None:
+            patch.remove()
+    figures = {}
+    for what, times in (("prefill", passes), ("decode", steps)):
+        stock = statistics.median(times["stock"])
+        figures |= {f"{what}_{name}": statistics.median(times[name]) / stock for name in ATTENTION}
+        figures[f"{what}_stock_seconds"] = stock if what == "prefill" else stock / 24
+    return figures
+
+
+def prefill_pass(length: int, name: str | None, dtype: str, device: str | None) -> None:
+    """One pass that fills a cache, with a method or without."""
+    model, _ = ctxext.load_model(MODEL, None if name is None else ATTENTION[name], dtype=dtype, device=device)
+    tokens = torch.randint(100, 40_000, (1, length), device=model.device)
+    with torch.no_grad():
+        _decode(model, DynamicCache(config=model.config), tokens, steps=1)
+
+
+def training_step(length: int, repeats: int, dtype: str, device: str | None) -> dict[str, float]:
+    """Ratios of median times of a forward and backward pass over the stock model's."""
+    model, _ = ctxext.load_model(MODEL, dtype=dtype, device=device)
+    model.train()
+    tokens = torch.randint(100, 40_000, (1, length), device=model.device)
+
+    def step() -> None:
+        model.zero_grad()
+        # The decoder alone: the output head costs the same everywhere.
+        model.get_decoder()(tokens, use_cache=False).last_hidden_state.float().square().mean().backward()
+
+    times: dict[str, list[float]] = {name: [] for name in ("stock", *ATTENTION)}
+    plan = [name for _ in range(repeats) for name in times]
+    step()  # warms up
+    for name in track(plan, description="training", console=Console(stderr=True), transient=True):
+        # The trained length is lowered, so that the step has chunks to cross and a scale to follow.
+        short = (
+            ATTENTION[name].model_copy(update={"original_max_position_embeddings": length // 2})
+            if name in ATTENTION
+            else None
+        )
+        patch = None if short is None else ctxext.patch(model, short)
+        times[name].append(seconds(step))
+        if patch is not None:
+            patch.remove()
+    stock = statistics.median(times["stock"])
+    ratios = {f"training_{name}": statistics.median(times[name]) / stock for name in ATTENTION}
+    return {**ratios, "training_stock_seconds": stock}
+
+
+def alternate(calls: dict[str, Callable[[], Any]], repeats: int, description: str) -> dict[str, float]:
+    """Median seconds of every call, each run in turn."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    console = Console(stderr=True)
+    for round_number in track(range(repeats + 1), description=description, console=console, transient=True):
+        for name, call in calls.items():
+            elapsed = seconds(call)
+            if round_number:  # the first round warms up
+                times[name].append(elapsed)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
 def bare_backbone(length: int, dtype: str, device: str | None) -> None:
     """One pass of the same text through the decoder, no output head."""
     model, tokenizer = ctxext.load_model(MODEL, dtype=dtype, device=device)
     document = next(load_documents(DATASET))
     tokens = torch.tensor([tokenize(tokenizer, document.text)[:length]], device=model.device)
-    with torch.inference_mode():
+    with torch.no_grad():
         model.get_decoder()(input_ids=tokens, use_cache=False)
 
 

@@ -29,6 +29,7 @@ class Fault(NamedTuple):
 
 
 CORE = ("tests/test_rope.py", "tests/test_methods.py", "tests/test_patching.py")
+ATTENTION = ("tests/test_attention.py", "tests/test_patching.py")
 FAULTS = (
     Fault("YaRN's ramp runs the other way", "ctxext/methods/yarn.py", "kept = 1 - (", "kept = 0 + (", CORE),
     Fault(
@@ -72,6 +73,48 @@ FAULTS = (
         "tokens=[len(x) for x in scored]",
         "tokens=[1 for x in scored]",
         ("tests/test_perplexity.py",),
+    ),
+    Fault(
+        "partial results are merged without their weights",
+        "ctxext/attention/engine.py",
+        "(other_lse - total).exp()[..., None]), total",
+        "(other_lse - other_lse).exp()[..., None]), total",
+        ATTENTION,
+    ),
+    Fault(
+        "dual chunks reach chunk_size, as in the authors' code",
+        "ctxext/methods/dca.py",
+        "turn = (rest + self.period).clamp(max=self.chunk_size - 1) - rest",
+        "turn = (rest + self.period).clamp(max=self.chunk_size) - rest",
+        ATTENTION,
+    ),
+    Fault(
+        "gradients forget the factor on the scores",
+        "ctxext/attention/engine.py",
+        "block.gain, back=True, exact=block.exact)",
+        "None, back=True, exact=block.exact)",
+        ATTENTION,
+    ),
+    Fault(
+        "rotated keys are used although the cache was cropped or reordered",
+        "ctxext/attention/interface.py",
+        "_version(source) and source is keys:",
+        "_version(source):",
+        ATTENTION,
+    ),
+    Fault(
+        "padding counts as text",
+        "ctxext/attention/interface.py",
+        "rank = (valid.cumsum(1) - 1).clamp(min=0)",
+        "rank = (torch.ones_like(valid).cumsum(1) - 1).clamp(min=0)",
+        ATTENTION,
+    ),
+    Fault(
+        "the scale of a step is taken from the step before",
+        "ctxext/methods/dynamic.py",
+        "inv_freq, attention_factor = _scaled(self.method, self.spec, length)",
+        "inv_freq, attention_factor = _scaled(self.method, self.spec, length - self.method.step)",
+        ATTENTION,
     ),
 )
 

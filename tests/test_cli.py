@@ -19,6 +19,7 @@ import tiny
 from ctxext.cli import info, main
 from ctxext.methods import METHODS
 
+ATTENTION = [name for name in tiny.METHODS if name not in tiny.STATIC]
 ROOT = Path(__file__).parent.parent
 
 
@@ -158,6 +159,43 @@ def test_runs_that_differ_in_one_setting_have_different_fingerprints(run: Run, f
     assert len(fingerprints) == 3
 
 
+@pytest.mark.parametrize("name", ATTENTION)
+def test_perplexity_runs_with_changed_attention_and_records_it(run: Run, folder: Path, name: str) -> None:
+    arguments = ("eval", "perplexity", "-m", folder, "--dataset", folder / "text.txt", "--length", 64, "--length", 200)
+    plain, record = (json.loads(run(*arguments, "--json", *extra).out) for extra in ((), ("-s", f"method.name={name}")))
+    assert record["rows"][1]["perplexity"] != plain["rows"][1]["perplexity"]
+    assert record["method"]["name"] == record["patch"]["method"]["name"] == name
+    assert record["patch"]["attention"]
+    assert record["patch"]["consistent"]
+    assert record["patch"]["fingerprint"] != plain["patch"]["fingerprint"]
+
+
+def test_a_method_inside_another_is_given_on_the_command_line(run: Run, folder: Path) -> None:
+    settings = (
+        "-s",
+        "method.name=dca",
+        "-s",
+        "method.chunk_size=24",
+        "-s",
+        "method.frequencies={name: ntk, factor: 2}",
+    )
+    report = json.loads(run("inspect", "-m", folder, "--json", *settings).out)
+    assert report["method"]["frequencies"] == {"name": "ntk", "factor": 2.0}
+    assert report["inv_freq"][1] == pytest.approx((1e4 * 2 ** (16 / 14)) ** (-1 / 8), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_inspect_says_what_a_method_does_to_attention_and_draws_it(
+    run: Run, folder: Path, tmp_path: Path, name: str
+) -> None:
+    picture = tmp_path / "attention.png"
+    result = run("inspect", "-m", folder, "-s", f"method.name={name}", "--plot", picture)
+    assert result.status == 0, result.err
+    assert any(line.split()[0] == "attention" for line in result.out.splitlines() if line.strip())
+    assert "config and live module agree" in result.out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_passkey_prints_a_grid_and_writes_every_sample(run: Run, folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "passkey.json"
     result = run(
@@ -216,6 +254,18 @@ def test_inspect_reports_and_draws(run: Run, folder: Path, tmp_path: Path) -> No
             ["inspect", "-m", "{folder}", "-s", "method.name=yarn", "-s", "method.max_position_embeddings=32"],
             ["32", "64"],
         ),
+        (
+            ["inspect", "-m", "{folder}", "-s", "method.name=dca", "-s", "method.chunk_size=65"],
+            ["method dca", "chunk_size 65", "64"],
+        ),
+        (
+            ["inspect", "-m", "{folder}", "-s", "method.name=dca", "-s", "method.frequencies={name: ntk, facter: 2}"],
+            ["-s method.frequencies", "facter", "2", "did you mean factor?"],
+        ),
+        (
+            ["inspect", "-m", "{folder}", "-s", "method.name=dynamic_ntk", "-s", "method.max_position_embeddings=32"],
+            ["method dynamic_ntk", "max_position_embeddings 32", "64"],
+        ),
         (["methods", "yran"], ["did you mean yarn?"]),
     ],
 )
@@ -247,6 +297,25 @@ def test_a_checkpoint_saved_with_a_method_is_not_called_plain(run: Run, folder: 
     arguments = ("eval", "perplexity", "--dataset", folder / "text.txt", "--length", 64)
     assert "as saved, scaled with ntk" in " ".join(run(*arguments, "-m", tmp_path).out.split())
     assert "plain" in run(*arguments, "-m", folder).out
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_a_checkpoint_saved_with_changed_attention_runs_with_it(
+    run: Run, folder: Path, tmp_path: Path, name: str
+) -> None:
+    settings = {"name": name, "original_max_position_embeddings": 32}
+    model, tokenizer = ctxext.load_model(str(folder), settings)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    arguments = ("eval", "perplexity", "--dataset", folder / "text.txt", "--length", 100, "--json")
+    saved = json.loads(run(*arguments, "-m", tmp_path).out)
+    given = json.loads(
+        run(
+            *arguments, "-m", folder, "-s", f"method.name={name}", "-s", "method.original_max_position_embeddings=32"
+        ).out
+    )
+    assert saved["rows"][0]["perplexity"] == given["rows"][0]["perplexity"]
+    assert saved["patch"]["fingerprint"] == given["patch"]["fingerprint"]
 
 
 def test_an_output_that_can_not_be_written_is_found_before_the_run(run: Run, folder: Path) -> None:

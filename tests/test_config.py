@@ -81,6 +81,32 @@ def test_an_impossible_factor_is_refused_with_key_and_value(tmp_path: Path, fact
         ("method: {name: longrope, factor: 2}", ["method.long_factor", "missing"]),
         ("method: {name: yarn, factor: 4, truncate: 3}", ["method.truncate", "3"]),
         ("method: {name: yarn, factor: 4, ramp: turns}", ["method.ramp", "dimension", "turns"]),
+        (
+            "method: {name: dca, chunk_size: 8, local_size: 24}",
+            ["method dca", "local_size 24", "chunk_size 8", "swapped"],
+        ),
+        ("method: {name: dca, chunk_size: many}", ["method.chunk_size", "many"]),
+        ("method: {name: dca, factor: 0.5}", ["method.factor", "0.5"]),
+        ("method: {name: dca, temperature: -1}", ["method.temperature", "-1"]),
+        ("method: {name: dca, attention: flash}", ["method.attention", "'fused' or 'naive'", "flash"]),
+        ("method: {name: dca, chunks: 8}", ["method.chunks", "8", "did you mean chunk_size?"]),
+        ("method: {name: dca, frequencies: yarn}", ["method.frequencies", "yarn"]),
+        ("method: {name: dca, frequencies: 4}", ["method.frequencies", "4"]),
+        ("method: {name: dca, frequencies: {factor: 4}}", ["method.frequencies", "name"]),
+        ("method: {name: dca, frequencies: {name: yran, factor: 2}}", ["method.frequencies", "did you mean yarn?"]),
+        (
+            "method: {name: dca, frequencies: {name: yarn, facter: 2}}",
+            ["method.frequencies", "facter", "2", "did you mean factor?"],
+        ),
+        ("method: {name: dca, frequencies: {name: yarn, factor: 0.5}}", ["method.frequencies", "factor", "0.5"]),
+        ("method: {name: dca, frequencies: {name: dynamic_ntk}}", ["frequencies", "dynamic_ntk", "static method"]),
+        ("method: {name: dynamic_ntk, factor: 0.5}", ["method.factor", "0.5"]),
+        ("method: {name: dynamic_ntk, step: 0}", ["method.step", "0"]),
+        (
+            "method: {name: dynamic_yarn, seq_len: 128, max_position_embeddings: 256}",
+            ["method dynamic_yarn", "seq_len 128", "max_position_embeddings 256"],
+        ),
+        ("method: {name: dynamic_yarn, beta_fast: 1, beta_slow: 32}", ["beta_fast 1", "beta_slow 32", "swapped"]),
         ("method: yarn", ["method", "expected a mapping", "write method: {name: yarn}"]),
         ("name: yarn\nfactor: 4", ["put them under 'method:'"]),
         ("methods: {name: yarn}", ["methods", "unknown section", "did you mean method?"]),
@@ -202,6 +228,20 @@ def test_a_method_survives_being_written_and_read(name: str) -> None:
 
     method = tiny.METHODS[name]
     assert load_method(yaml.safe_load(yaml.safe_dump(method.model_dump(mode="json")))) == method
+
+
+def test_a_mistake_in_a_method_inside_another_is_said_once(tmp_path: Path) -> None:
+    message = error_of(write(tmp_path, "method: {name: dca, frequencies: {name: yarn, facter: 2}}"))
+    assert message.count("method.frequencies") == 1
+    assert message.count("unknown key") == 1
+
+
+def test_a_method_inside_another_is_written_in_full(tmp_path: Path) -> None:
+    path = write(tmp_path, "method: {name: dca, frequencies: {name: yarn, factor: 2, truncate: false}}")
+    assert load_method(path) == ctxext.DCA(frequencies=ctxext.YaRN(factor=2, truncate=False))
+    resolved = load_config(path).resolved("method")["method"]
+    assert load_method(resolved) == load_method(path)
+    assert (resolved["frequencies"]["name"], resolved["frequencies"]["truncate"]) == ("yarn", False)
 
 
 def test_methods_can_not_be_changed() -> None:

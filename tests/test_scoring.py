@@ -15,7 +15,7 @@ import ctxext
 import tiny
 from ctxext.errors import ConfigError, UnsupportedModelError
 from ctxext.evaluation import scoring
-from ctxext.evaluation.scoring import check_head, check_positions, equal_batches, evaluating, token_nll
+from ctxext.evaluation.scoring import check_head, check_length, check_positions, equal_batches, evaluating, token_nll
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -223,3 +223,16 @@ def test_positions_that_depend_on_the_input_length_are_refused(changes: dict[str
     patched = tiny.model()
     ctxext.patch(patched, ctxext.LongRoPE(factor=4, long_factor=[2] * 8))
     check_positions(patched)
+
+
+def test_a_text_longer_than_an_attention_method_is_set_to_read_is_refused() -> None:
+    model = tiny.model()
+    check_length(model, 10_000)
+    with ctxext.patch(model, ctxext.DCA()):
+        check_length(model, 4 * tiny.TRAINED)
+        with pytest.raises(ctxext.ConfigError, match=r"257 tokens.*dca.*\(256\).*max_position_embeddings=257"):
+            check_length(model, 4 * tiny.TRAINED + 1)
+    with ctxext.patch(model, ctxext.DynamicYaRN(max_position_embeddings=1000)):
+        check_length(model, 1000)
+    with ctxext.patch(model, ctxext.YaRN(factor=2)):  # whose config says how far it reaches
+        check_length(model, 10_000)

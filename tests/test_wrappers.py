@@ -26,6 +26,8 @@ pytestmark = [
 ]
 
 YARN = tiny.METHODS["yarn"]
+EITHER = ["yarn", "dca"]
+"""A static method, and one that changes attention."""
 
 
 @pytest.fixture(autouse=True)
@@ -92,19 +94,22 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.usefixtures("_process_group")
 @pytest.mark.parametrize(
-    ("wrapper", "by"),
-    [(wrapper, "handle") for wrapper in WRAPPERS]
-    + [(wrapper, by) for wrapper in ("peft lora", "ddp", "compile") for by in ("wrapper", "model")],
+    ("method", "wrapper", "by"),
+    [("yarn", wrapper, "handle") for wrapper in WRAPPERS]
+    + [("yarn", wrapper, by) for wrapper in ("peft lora", "ddp", "compile") for by in ("wrapper", "model")]
+    + [("dca", wrapper, "handle") for wrapper in WRAPPERS if "compile" not in wrapper]
+    # A compiler traces around changed attention, which takes it seconds.
+    + [("dca", "compile of ddp", "handle"), ("dca", "ddp", "wrapper"), ("dca", "peft lora", "model")],
 )
-def test_a_wrapped_model_is_patched_inside_its_wrapper_and_restored(wrapper: str, by: str) -> None:
+def test_a_wrapped_model_is_patched_inside_its_wrapper_and_restored(method: str, wrapper: str, by: str) -> None:
     model, ids = small(), tiny.tokens(101)
     wrapped = WRAPPERS[wrapper](model)
     config, plain = model.config, tiny.logits(wrapped, ids)
-    handle = ctxext.patch(wrapped, YARN)
+    handle = ctxext.patch(wrapped, tiny.METHODS[method])
     assert handle.model is model
     assert tiny.difference(tiny.logits(wrapped, ids), plain) > 1e-2
     assert ctxext.inspect(wrapped).consistent
-    assert ctxext.inspect(wrapped).method["name"] == "yarn"
+    assert ctxext.inspect(wrapped).method["name"] == method
     {"handle": handle.remove, "wrapper": lambda: ctxext.unpatch(wrapped), "model": lambda: ctxext.unpatch(model)}[by]()
     assert torch.equal(tiny.logits(wrapped, ids), plain)
     assert model.config is config
@@ -113,12 +118,13 @@ def test_a_wrapped_model_is_patched_inside_its_wrapper_and_restored(wrapper: str
 
 @pytest.mark.usefixtures("_process_group")
 @pytest.mark.parametrize("wrapper", [wrapper for wrapper in WRAPPERS if " of " not in wrapper])
-def test_wrapping_and_patching_may_come_in_either_order(wrapper: str) -> None:
+@pytest.mark.parametrize("method", EITHER)
+def test_wrapping_and_patching_may_come_in_either_order(method: str, wrapper: str) -> None:
     ids = tiny.tokens(101)
     wrapped_first = WRAPPERS[wrapper](small())
-    ctxext.patch(wrapped_first, YARN)
+    ctxext.patch(wrapped_first, tiny.METHODS[method])
     model = small()
-    ctxext.patch(model, YARN)
+    ctxext.patch(model, tiny.METHODS[method])
     patched_first = WRAPPERS[wrapper](model)
     # bf16 under the accelerator, and compiled graphs, still do the same arithmetic.
     assert torch.equal(tiny.logits(patched_first, ids), tiny.logits(wrapped_first, ids))
@@ -126,43 +132,48 @@ def test_wrapping_and_patching_may_come_in_either_order(wrapper: str) -> None:
         ctxext.patch(patched_first, YARN)
 
 
-def test_lora_weights_act_on_a_patched_model_and_can_be_switched_off() -> None:
+@pytest.mark.parametrize("method", EITHER)
+def test_lora_weights_act_on_a_patched_model_and_can_be_switched_off(method: str) -> None:
     ids = tiny.tokens(101)
     model = with_lora(small())
-    ctxext.patch(model, YARN)
+    ctxext.patch(model, tiny.METHODS[method])
     extended = tiny.logits(model, ids)
     bare = small()
-    ctxext.patch(bare, YARN)
+    ctxext.patch(bare, tiny.METHODS[method])
     with model.disable_adapter():
         assert torch.equal(tiny.logits(model, ids), tiny.logits(bare, ids))
     assert tiny.difference(extended, tiny.logits(bare, ids)) > 1e-2
 
 
-def test_only_lora_weights_are_trained_on_a_patched_model() -> None:
+@pytest.mark.parametrize("method", EITHER)
+def test_only_lora_weights_are_trained_on_a_patched_model(method: str) -> None:
     ids = tiny.tokens(101)
     model = with_lora(small())
-    ctxext.patch(model, YARN)
+    ctxext.patch(model, tiny.METHODS[method])
     model(ids, labels=ids, use_cache=False).loss.backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert trained
     assert all("lora_" in name for name in trained)
 
 
-def test_a_merged_adapter_leaves_the_patch_on() -> None:
+@pytest.mark.parametrize("method", EITHER)
+def test_a_merged_adapter_leaves_the_patch_on(method: str) -> None:
     ids = tiny.tokens(101)
     model = with_lora(small())
-    ctxext.patch(model, YARN)
+    ctxext.patch(model, tiny.METHODS[method])
     extended = tiny.logits(model, ids)
     merged = model.merge_and_unload()
-    assert ctxext.inspect(merged).method["name"] == "yarn"
+    assert ctxext.inspect(merged).method["name"] == method
+    assert ctxext.inspect(merged).consistent
     assert tiny.difference(tiny.logits(merged, ids), extended) < 1e-3  # weights were added in another order
 
 
-def test_a_copy_of_a_wrapped_model_is_independent() -> None:
+@pytest.mark.parametrize("method", EITHER)
+def test_a_copy_of_a_wrapped_model_is_independent(method: str) -> None:
     ids = tiny.tokens(101)
     model = with_lora(small())
     plain = tiny.logits(model, ids)
-    ctxext.patch(model, YARN)
+    ctxext.patch(model, tiny.METHODS[method])
     twin = copy.deepcopy(model)
     ctxext.unpatch(twin)
     assert torch.equal(tiny.logits(twin, ids), plain)
@@ -171,16 +182,17 @@ def test_a_copy_of_a_wrapped_model_is_independent() -> None:
 
 @pytest.mark.usefixtures("_process_group")
 @pytest.mark.parametrize("steps", [0, 1], ids=["before training", "during training"])
-def test_a_model_patched_under_ddp_gets_the_gradients_of_the_bare_model(steps: int) -> None:
+@pytest.mark.parametrize("method", EITHER)
+def test_a_model_patched_under_ddp_gets_the_gradients_of_the_bare_model(method: str, steps: int) -> None:
     ids = tiny.tokens(101)
     bare = small()
-    ctxext.patch(bare, YARN)
+    ctxext.patch(bare, tiny.METHODS[method])
     bare(ids, labels=ids, use_cache=False).loss.backward()
     wrapped = DistributedDataParallel(small())
     for _ in range(steps):
         wrapped(ids, labels=ids, use_cache=False).loss.backward()
         wrapped.zero_grad()
-    ctxext.patch(wrapped, YARN)
+    ctxext.patch(wrapped, tiny.METHODS[method])
     wrapped(ids, labels=ids, use_cache=False).loss.backward()
     for (name, parameter), expected in zip(wrapped.module.named_parameters(), bare.parameters(), strict=True):
         assert torch.equal(parameter.grad, expected.grad), name
@@ -196,15 +208,17 @@ def test_a_config_that_a_wrapper_was_given_is_the_models_again_once_the_patch_is
 
 @pytest.mark.usefixtures("_process_group")
 @pytest.mark.parametrize("holds_config", [False, True])
-def test_a_model_patched_through_a_wrapper_is_copied_without_it(holds_config: bool) -> None:
+@pytest.mark.parametrize("method", EITHER)
+def test_a_model_patched_through_a_wrapper_is_copied_without_it(method: str, holds_config: bool) -> None:
     wrapped, ids = DistributedDataParallel(small()), tiny.tokens(101)
     if holds_config:
         wrapped.config = wrapped.module.config
-    ctxext.patch(wrapped, YARN)
+    ctxext.patch(wrapped, tiny.METHODS[method])
     twin = copy.deepcopy(wrapped.module)
     assert torch.equal(tiny.logits(twin, ids), tiny.logits(wrapped.module, ids))
     ctxext.unpatch(twin)
-    assert ctxext.inspect(wrapped).method["name"] == "yarn"
+    assert ctxext.inspect(wrapped).method["name"] == method
+    assert ctxext.inspect(wrapped).consistent
 
 
 def hooked(model: nn.Module) -> list[str]:
@@ -228,14 +242,15 @@ def offloaded(model: nn.Module, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("place", [everywhere, layer_by_layer, offloaded])
-def test_hooks_of_accelerate_stay_where_they_are(place: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", EITHER)
+def test_hooks_of_accelerate_stay_where_they_are(method: str, place: Callable[..., Any], tmp_path: Path) -> None:
     ids, expected = tiny.tokens(101), small()
     model = place(small(), tmp_path)
     hooks, plain = hooked(model), tiny.logits(model, ids)
     assert hooks
     assert torch.equal(plain, tiny.logits(expected, ids))
-    ctxext.patch(expected, YARN)
-    handle = ctxext.patch(model, YARN)
+    ctxext.patch(expected, tiny.METHODS[method])
+    handle = ctxext.patch(model, tiny.METHODS[method])
     assert torch.equal(tiny.logits(model, ids), tiny.logits(expected, ids))
     assert hooked(model) == hooks
     assert ctxext.inspect(model).consistent

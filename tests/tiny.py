@@ -45,8 +45,14 @@ METHODS: dict[str, ctxext.Method] = {
     "rope_theta": ctxext.RopeTheta(rope_theta=1e6, factor=4),
     "llama3": ctxext.Llama3(factor=4),
     "longrope": ctxext.LongRoPE(factor=4, long_factor=(1, 1.25, 1.5, 2, 2.5, 3, 3.5, 4)),
+    "dynamic_ntk": ctxext.DynamicNTK(step=16),
+    "dynamic_yarn": ctxext.DynamicYaRN(step=16, factor=2),
+    "dca": ctxext.DCA(chunk_size=24, local_size=8),
 }
 """One setting of every method, for models with eight frequencies."""
+
+STATIC = [name for name, method in METHODS.items() if not method.changes_attention]
+"""Those that fixed frequencies express, so that Transformers alone runs their checkpoints on its own attention."""
 
 
 def config(family: str = "llama", **changes: Any) -> PretrainedConfig:

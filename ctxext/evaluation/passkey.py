@@ -23,6 +23,7 @@ from ctxext.data import resolve_bos, tokenize
 from ctxext.errors import ConfigError
 from ctxext.evaluation.scoring import (
     bare_model,
+    check_length,
     check_positions,
     equal_batches,
     evaluating,
@@ -160,6 +161,7 @@ def evaluate_passkey(
     check_arguments(lengths=lengths, depths=depths, trials=trials, batch_size=batch_size)
     model = bare_model(model)
     check_positions(model)
+    check_length(model, max(lengths))
     with evaluating(model) as cost:
         samples = [
             build_sample(tokenizer, length=length, depth=depth, trial=trial, seed=seed, bos=bos)

@@ -16,6 +16,7 @@ from ctxext.data import Document, fingerprint, resolve_bos, tokenize
 from ctxext.errors import ConfigError, CtxextError, DataError
 from ctxext.evaluation.scoring import (
     check_head,
+    check_length,
     check_positions,
     equal_batches,
     evaluating,
@@ -119,6 +120,7 @@ def evaluate_perplexity(
     )
 
     check_positions(model)
+    check_length(model, max(sizes))
     with evaluating(model) as cost:
         bos_id = resolve_bos(tokenizer, bos)
         kept, tokens, skipped = _select(documents, tokenizer, max_documents, max_tokens, min_tokens, bos_id)

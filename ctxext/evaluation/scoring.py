@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ctxext.errors import ConfigError, UnsupportedModelError
-from ctxext.patching import unwrap
+from ctxext.patching import active_patch, unwrap
 
 SLICE_LOGITS = 2**24
 """Logits held at a time: 64 MiB in float32, whatever the vocabulary and the length."""
@@ -113,6 +113,19 @@ def check_positions(model: Any) -> None:
         )
 
 
+def check_length(model: Any, longest: int) -> None:
+    """Raise ConfigError for an input longer than the ``max_length`` of a patch that changes attention.
+
+    The config of such a model keeps the trained length, so the patch alone says how far it is meant to read.
+    """
+    patch = active_patch(model) if isinstance(model, nn.Module) else None
+    if patch is not None and patch.partition is not None and longest > patch.max_length:
+        raise ConfigError(
+            f"{longest:,} tokens are more than method {patch.method.name} is set to read ({patch.max_length:,}); raise "
+            f"that with method.max_position_embeddings={longest}, which changes no score"
+        )
+
+
 def _vocabulary_size(model: Any) -> int:
     return int(getattr(model.get_output_embeddings(), "out_features", None) or model.config.vocab_size)
 
@@ -128,7 +141,7 @@ def evaluating(model: Any) -> Iterator[Cost]:
     for module in training:
         module.training = False
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # not inference mode, in which dynamic methods can't keep rotated keys
             yield cost
     finally:
         for module in training:

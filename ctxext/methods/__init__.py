@@ -7,6 +7,8 @@ from typing import Any
 
 from ctxext.errors import ConfigError, nearest
 from ctxext.methods.base import Method
+from ctxext.methods.dca import DCA
+from ctxext.methods.dynamic import DynamicNTK, DynamicYaRN
 from ctxext.methods.llama3 import Llama3
 from ctxext.methods.longrope import LongRoPE
 from ctxext.methods.ntk import NTK
@@ -16,7 +18,8 @@ from ctxext.methods.rope_theta import RopeTheta
 from ctxext.methods.yarn import YaRN
 
 METHODS: dict[str, type[Method]] = {
-    cls.model_fields["name"].default: cls for cls in (PI, NTK, NTKByParts, YaRN, RopeTheta, Llama3, LongRoPE)
+    cls.model_fields["name"].default: cls
+    for cls in (PI, NTK, NTKByParts, YaRN, RopeTheta, Llama3, LongRoPE, DynamicNTK, DynamicYaRN, DCA)
 }
 
 
@@ -39,4 +42,18 @@ def method_class(settings: Mapping[str, Any]) -> type[Method]:
     return METHODS[name]
 
 
-__all__ = ["METHODS", "NTK", "PI", "Llama3", "LongRoPE", "Method", "NTKByParts", "RopeTheta", "YaRN", "method_class"]
+__all__ = [
+    "DCA",
+    "METHODS",
+    "NTK",
+    "PI",
+    "DynamicNTK",
+    "DynamicYaRN",
+    "Llama3",
+    "LongRoPE",
+    "Method",
+    "NTKByParts",
+    "RopeTheta",
+    "YaRN",
+    "method_class",
+]

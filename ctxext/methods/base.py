@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from ctxext.attention.partition import Partition
 from ctxext.errors import ConfigError
 from ctxext.rope import RopeSpec, default_inv_freq
 
@@ -123,8 +124,29 @@ class Method(BaseModel, ABC):
         return Lengths(original, factor, target if target is not None else int(round(factor * original, 6)))
 
     @abstractmethod
-    def frequencies(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    def scaled_rope(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
         """Frequencies in radians per token, fp32 ``[d/2]``, and the attention factor on cosine and sine."""
+
+    @property
+    def changes_attention(self) -> bool:
+        """Whether scores depend on more than fixed frequencies, so that stock attention can't compute them."""
+        return False
+
+    def partition(self, spec: RopeSpec) -> Partition | None:
+        """What attention has to do for a method that changes it; None for stock attention.
+
+        The rotary module then rotates as the partition says, and :meth:`scaled_rope` gives the frequencies within its
+        ``identity_length``.
+        """
+        return None
+
+    def for_config(self, config: Any) -> Method:
+        """The method with those defaults filled in that a checkpoint's config has a say in."""
+        return self
+
+    def config_entries(self, spec: RopeSpec) -> dict[str, Any]:
+        """Further keys for the config of a checkpoint saved with this method."""
+        return {}
 
     def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
         """The ``rope_parameters`` with which Transformers alone computes the same frequencies.
@@ -132,7 +154,7 @@ class Method(BaseModel, ABC):
         Every static method can be written as ``longrope`` with equal factors for short and long input; methods that
         Transformers knows by name override this.
         """
-        inv_freq, attention_factor = self.frequencies(spec)
+        inv_freq, attention_factor = self.scaled_rope(spec)
         base = default_inv_freq(spec.rope_theta, spec.rotary_dim)
         factors = (base.double() / inv_freq.double()).tolist()
         return longrope_parameters(spec, self.lengths(spec), factors, attention_factor)

@@ -48,7 +48,7 @@ class Llama3(Method):
             )
         return self
 
-    def frequencies(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    def scaled_rope(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
         original, factor, _ = self.lengths(spec)
         inv_freq = default_inv_freq(spec.rope_theta, spec.rotary_dim)
         turns = original / (2 * math.pi / inv_freq)

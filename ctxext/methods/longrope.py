@@ -37,7 +37,7 @@ class LongRoPE(Method):
         None, gt=0, description="Final factor on cosine and sine. Default: sqrt(1 + ln(factor) / ln(trained length))."
     )
 
-    def frequencies(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    def scaled_rope(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
         if len(self.long_factor) != spec.rotary_dim // 2:
             raise ConfigError(
                 f"method longrope: long_factor has {len(self.long_factor)} numbers, "

@@ -31,7 +31,7 @@ class NTK(Method):
         d = spec.rotary_dim
         return float(spec.rope_theta * self.lengths(spec).factor ** (d / (d - 2)))
 
-    def frequencies(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    def scaled_rope(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
         return default_inv_freq(self.scaled_theta(spec), spec.rotary_dim), 1.0
 
     def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class NTKByParts(Method):
             raise ConfigError(f"method ntk_by_parts: alpha {self.alpha:g} must be below beta {self.beta:g}")
         return self
 
-    def frequencies(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    def scaled_rope(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
         factors = torch.tensor(self._factors(spec), dtype=torch.float32, device="cpu")
         return 1.0 / (factors * position_frequencies(spec.rope_theta, spec.rotary_dim)), 1.0
 

@@ -28,7 +28,7 @@ class PI(Method):
 
     name: Literal["pi"] = "pi"
 
-    def frequencies(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    def scaled_rope(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
         return default_inv_freq(spec.rope_theta, spec.rotary_dim) / self.lengths(spec).factor, 1.0
 
     def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class RopeTheta(Method):
         original = self.original_max_position_embeddings or spec.original_max_position_embeddings
         return self._settle(original) or Lengths(original, 1.0, original)
 
-    def frequencies(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    def scaled_rope(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
         return default_inv_freq(self.rope_theta, spec.rotary_dim), 1.0
 
     def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:

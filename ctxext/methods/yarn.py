@@ -67,7 +67,7 @@ class YaRN(Method):
             raise ConfigError("method yarn: truncate acts only on ramp: dimension; leave it out with ramp: rotations")
         return self
 
-    def frequencies(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    def scaled_rope(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
         original, factor, _ = self.lengths(spec)
         positions = position_frequencies(spec.rope_theta, spec.rotary_dim)
         if self.ramp == "rotations":

@@ -1,0 +1,205 @@
+"""Runs a partition: one fused kernel call for each region, merged by log-sum-exp, with exact gradients.
+
+Work equals that of causal attention and memory is linear in the length: no score matrix, no mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ctxext.attention import kernels
+from ctxext.attention.partition import Block
+
+ROTATED = 2**18
+"""Elements that are rotated at a time, so that temporaries stay in the processor's cache."""
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float, rotated: Tensor | None = None
+) -> Tensor:
+    """Attention over all regions of all blocks, differentiable in query, key and value.
+
+    Args:
+        query: ``[B, H, T, d]``, the last T columns, as the rotary module left them.
+        key: ``[B, K, S, d]``, as cached.
+        value: ``[B, K, S, d]``.
+        blocks: cover the last T columns in order.
+        scale: factor on the scores.
+        rotated: the key as rotated for the only block, where the caller has it.
+
+    Returns:
+        ``[B, H, T, d]``, in the query's dtype.
+    """
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        out: Tensor = _Attention.apply(query, key, value, blocks, scale)  # type: ignore[no-untyped-call]
+        return out
+    return _forward(query, key, value, blocks, scale, rotated)[0]
+
+
+def rotate(
+    x: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    gain: Tensor | None = None,
+    *,
+    back: bool = False,
+    exact: bool = True,
+) -> Tensor:
+    """Rotate every column by ``position * inv_freq`` radians, in fp32 or better.
+
+    Args:
+        x: ``[B, H, T, d]``, the two halves of d holding the pairs, as LLaMA-type models lay them out.
+        positions: int64 ``[T]``.
+        inv_freq: fp32 ``[d/2]``, radians per position.
+        gain: fp32 ``[T]``, factor on each column.
+        back: rotate the other way.
+        exact: angles without rounding error, whatever the position; otherwise those of stock rotary embeddings, which
+            multiply in fp32 and at position 100,000 are off by thousandths of a radian.
+
+    Returns:
+        A new contiguous tensor in the dtype of ``x``.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    product = torch.float64 if exact else wide
+    positions, inv_freq = positions.to(product), inv_freq.to(product)
+    if x.device.type != "mps":  # which has no fp64
+        positions, inv_freq = positions.to(x.device), inv_freq.to(x.device)
+    gain = None if gain is None else gain.to(x.device, wide)
+    batch, heads, length, dim = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    columns = length if x.device.type != "cpu" else max(1, ROTATED // (batch * heads * dim))
+    for start in range(0, length, columns):
+        part = slice(start, start + columns)
+        angles = positions[part, None] * inv_freq
+        if product != wide:
+            angles -= (angles / math.tau).round_() * math.tau
+        angles = angles.to(wide).to(x.device)
+        cos, sin = angles.cos(), angles.sin()
+        if gain is not None:
+            cos, sin = cos * gain[part, None], sin * gain[part, None]
+        first, second = x[:, :, part].to(wide).chunk(2, dim=-1)
+        out[:, :, part, : dim // 2] = torch.addcmul(first * cos, second, sin, value=1 if back else -1)
+        out[:, :, part, dim // 2 :] = torch.addcmul(second * cos, first, sin, value=-1 if back else 1)
+    return out
+
+
+def _pieces(keys: slice, length: int, *, causal: bool) -> list[tuple[slice, bool]]:
+    """Columns of each kernel call, and whether it is a triangle.
+
+    Kernels align a triangle with the first key, so the columns before the block's own are a rectangle of their own.
+    """
+    before = keys.stop - length
+    if not causal or length == 1:
+        return [(keys, False)]
+    rectangle = [(slice(keys.start, before), False)] if before > keys.start else []
+    return [*rectangle, (slice(before, keys.stop), True)]
+
+
+def _turned(query: Tensor, turn: Tensor | None, block: Block) -> Tensor:
+    if turn is not None:
+        return rotate(query, turn, block.inv_freq, block.gain, exact=block.exact)
+    if block.gain is not None:
+        return query * block.gain.to(query.device, query.dtype)[:, None]
+    return query
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float, rotated: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, T, d]`` and log-sum-exp ``[B, H, T]`` over all regions."""
+    out = lse = torch.empty(0)
+    first = key.shape[2] - query.shape[2]
+    for block in blocks:
+        columns = slice(block.queries.start - first, block.queries.stop - first)
+        own = query[:, :, columns]
+        keys = key if rotated is None else rotated
+        if rotated is None and block.key_positions is not None:
+            keys = rotate(
+                key[:, :, : block.key_positions.numel()], block.key_positions, block.inv_freq, exact=block.exact
+            )
+        merged: tuple[Tensor, Tensor] | None = None
+        for region in block.regions:
+            turned = _turned(own, region.turn, block)
+            for seen, causal in _pieces(region.keys, own.shape[2], causal=region.causal):
+                part = kernels.forward(turned, keys[:, :, seen], value[:, :, seen], scale, causal=causal)
+                merged = part if merged is None else _merge(*merged, *part)
+        assert merged is not None  # every query sees at least itself
+        if len(blocks) == 1:
+            return merged[0].to(query.dtype), merged[1]
+        if out.numel() == 0:
+            out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
+            lse = torch.empty(query.shape[:3], dtype=merged[1].dtype, device=query.device)
+        out[:, :, columns], lse[:, :, columns] = merged
+    return out, lse
+
+
+def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax-weighted mean of two partial results; the larger log-sum-exp is subtracted, so nothing overflows."""
+    total = torch.logaddexp(lse, other_lse)
+    wide = total.dtype
+    out = (
+        out.to(wide).mul_((lse - total).exp()[..., None]) if out.dtype != wide else out * (lse - total).exp()[..., None]
+    )
+    return out.addcmul_(other.to(wide), (other_lse - total).exp()[..., None]), total
+
+
+class _Attention(torch.autograd.Function):
+    """Each region's fused backward, handed the merged output and log-sum-exp, gives its exact share of the gradients.
+
+    Rotated queries and keys are computed again rather than kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float) -> Tensor:
+        out, lse = _forward(query, key, value, blocks, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.blocks, ctx.scale = blocks, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        wide = lse.dtype
+        query_grad = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        key_grad, value_grad = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (key, value))
+        first = key.shape[2] - query.shape[2]
+        for block in ctx.blocks:
+            columns = slice(block.queries.start - first, block.queries.stop - first)
+            own = query[:, :, columns]
+            keys, keys_grad = key, key_grad
+            if block.key_positions is not None:
+                keys = rotate(
+                    key[:, :, : block.key_positions.numel()], block.key_positions, block.inv_freq, exact=block.exact
+                )
+                keys_grad = torch.zeros(keys.shape, dtype=wide, device=keys.device)
+            own_grad = torch.zeros(own.shape, dtype=wide, device=own.device)
+            for region in block.regions:
+                turned = _turned(own, region.turn, block)
+                turned_grad = torch.zeros(own.shape, dtype=wide, device=own.device)
+                for seen, causal in _pieces(region.keys, own.shape[2], causal=region.causal):
+                    shares = kernels.backward(
+                        grad[:, :, columns], turned, keys[:, :, seen], value[:, :, seen],
+                        out[:, :, columns], lse[:, :, columns], ctx.scale, causal=causal,
+                    )  # fmt: skip
+                    turned_grad += shares[0]
+                    keys_grad[:, :, seen] += shares[1]
+                    value_grad[:, :, seen] += shares[2]
+                # The rotation's transpose is the rotation back, with the same gain.
+                own_grad += (
+                    _turned(turned_grad, None, block)
+                    if region.turn is None
+                    else rotate(turned_grad, region.turn, block.inv_freq, block.gain, back=True, exact=block.exact)
+                )
+            query_grad[:, :, columns] = own_grad
+            if block.key_positions is not None:
+                key_grad[:, :, : keys.shape[2]] += rotate(
+                    keys_grad, block.key_positions, block.inv_freq, back=True, exact=block.exact
+                )
+        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None
