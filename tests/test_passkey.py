@@ -22,10 +22,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+import ctxext
 import tiny
 from ctxext.errors import ConfigError
 from ctxext.evaluation import passkey
-from ctxext.evaluation.passkey import PasskeySample, build_sample, evaluate_passkey, score, wilson95
+from ctxext.evaluation.passkey import PasskeySample, ReusedPrefix, build_sample, evaluate_passkey, score, wilson95
 
 DEPTHS = (0.0, 0.1, 0.5, 0.83, 1.0)
 CORPUS = [passkey.INSTRUCTION, *passkey.FILLER, passkey.NEEDLE, passkey.QUESTION, "0 1 2 3 4 5 6 7 8 9 2024 1999"]
@@ -514,3 +515,33 @@ def test_the_protocol_is_spelt_out(bpe: Any) -> None:
     expected = {"lengths": [512], "depths": [0.0, 1.0], "trials": 1, "seed": 3, "bos": "auto", "bos_id": 0}
     assert {key: result.protocol[key] for key in expected} == expected
     assert (result.protocol["name"], result.protocol["version"]) == ("passkey", "passkey-v1")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [None, ctxext.YaRN(factor=4), ctxext.DynamicYaRN(), ctxext.DCA()],
+    ids=["plain", "yarn", "dynamic_yarn", "dca"],
+)
+def test_a_prefix_in_common_is_read_once_and_changes_no_answer(
+    method: ctxext.Method | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, model = characters(), tiny.model(max_position_embeddings=256)
+    if method is not None:
+        ctxext.patch(model, method)
+    read = []
+    model.get_decoder().embed_tokens.register_forward_hook(lambda module, args, out: read.append(args[0].numel()))
+    settings: dict[str, Any] = {"lengths": [400, 512], "depths": (0.1, 0.5, 0.9), "trials": 3}
+    shared = evaluate_passkey(model, tokenizer, **settings)
+    shared_tokens = sum(read)
+    read.clear()
+    monkeypatch.setattr(ReusedPrefix, "works_for", staticmethod(lambda model: False))
+    alone = evaluate_passkey(model, tokenizer, **settings)
+    assert (shared.protocol["reuses_prefix"], alone.protocol["reuses_prefix"]) == (True, False)
+    assert [sample["answer"] for sample in shared.samples] == [sample["answer"] for sample in alone.samples]
+    assert shared_tokens < 0.75 * sum(read)
+
+
+def test_caches_that_cannot_be_cut_back_are_not_reused() -> None:
+    assert ReusedPrefix.works_for(tiny.model())
+    assert not ReusedPrefix.works_for(tiny.model("mistral", sliding_window=16))
+    assert not ReusedPrefix.works_for(Stub(lambda row: []))

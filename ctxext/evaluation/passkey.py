@@ -6,6 +6,7 @@ Prompts are built by tokens and answers are scored as text, so one definition se
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import logging
 import math
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ctxext.data import resolve_bos, tokenize
@@ -30,6 +31,7 @@ from ctxext.evaluation.scoring import (
     require_distinct,
     require_whole,
 )
+from ctxext.families import window_layers
 
 # The prompt, version passkey-v1, in the manner of Landmark Attention (https://arxiv.org/abs/2305.16300). Changing a
 # word here changes every result: raise the version. No filler sentence is longer than 20 characters, so that even a
@@ -153,7 +155,9 @@ def evaluate_passkey(
     """Share of keys retrieved, one row per length and depth, by greedy decoding whatever the model's own settings.
 
     All prompts are built, and checked, before the first is run; none is ever cut. Only prompts of equal length share
-    a batch, so nothing is padded. ``progress`` is called with the prompts done so far and in all.
+    a batch, so nothing is padded. One at a time (``batch_size`` 1), prompts that start with the same filler share its
+    cached keys and values: equal up to rounding, and faster by a third for five depths. ``progress`` is called with the
+    prompts done so far and in all.
 
     Raises ConfigError for arguments out of range, a length too short for a prompt, or a tokenizer that can't spell
     the key.
@@ -169,8 +173,9 @@ def evaluate_passkey(
         ]
         spaced = {sample.id: _is_spaced(tokenizer, sample) for sample in samples}
         answers: dict[str, str] = {}
+        reused = ReusedPrefix(model) if batch_size == 1 and ReusedPrefix.works_for(model) else None
         for batch in equal_batches(samples, batch_size, key=lambda s: (len(s.input_ids), s.max_new_tokens)):
-            for sample, ids in zip(batch, _generate(model, tokenizer, batch), strict=True):
+            for sample, ids in zip(batch, _generate(model, tokenizer, batch, reused), strict=True):
                 answers[sample.id] = _decode(tokenizer, ids, spaced=spaced[sample.id])
             if progress is not None:
                 progress(len(answers), len(samples))
@@ -188,6 +193,7 @@ def evaluate_passkey(
             "seed": seed,
             "answer_room": ANSWER_ROOM,
             "decoding": "greedy",
+            "reuses_prefix": reused is not None,
             "bos": bos,
             "bos_id": resolve_bos(tokenizer, bos),
         },
@@ -273,12 +279,41 @@ def _is_spaced(tokenizer: Any, sample: PasskeySample) -> bool:
     raise ConfigError(f"the tokenizer can't spell the key {sample.key}: its vocabulary needs the digits 0-9")
 
 
-def _generate(model: Any, tokenizer: Any, batch: Sequence[PasskeySample]) -> list[list[int]]:
+class ReusedPrefix:
+    """The key-value cache of the prompt before, cut back to what the next prompt has in common with it."""
+
+    def __init__(self, model: Any) -> None:
+        self._cache = DynamicCache(config=model.config)
+        self._tokens: Sequence[int] = ()
+        # Transformers renamed the argument during 5.x.
+        self._name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+    @staticmethod
+    def works_for(model: Any) -> bool:
+        """Whether the model is one of Transformers', without sliding windows, whose caches can't be cut back."""
+        config = getattr(model, "config", None)
+        return isinstance(model, PreTrainedModel) and config is not None and window_layers(config) is None
+
+    def continued(self, tokens: Sequence[int]) -> dict[str, DynamicCache]:
+        """The argument of ``generate`` that lets it start where ``tokens`` leave the prompt before."""
+        common = min(_common_prefix(self._tokens, tokens), len(tokens) - 1)  # one token is left to be read
+        if surplus := self._cache.get_seq_length() - common:
+            self._cache.crop(-surplus)
+        self._tokens = tokens
+        return {self._name: self._cache}
+
+
+def _generate(
+    model: Any, tokenizer: Any, batch: Sequence[PasskeySample], reused: ReusedPrefix | None
+) -> list[list[int]]:
     """The tokens that ``model`` adds to each prompt of equal length, up to the first end-of-sequence token."""
     prompts = torch.tensor([sample.input_ids for sample in batch], device=model.device)
     config = _greedy(model, tokenizer, batch[0].max_new_tokens)
     with _sole_generation_config(model, config):
-        out = model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
+        cache = {} if reused is None else reused.continued(batch[0].input_ids)
+        out = model.generate(
+            input_ids=prompts, attention_mask=torch.ones_like(prompts), generation_config=config, **cache
+        )
     ends = set(config.eos_token_id or ())
     return [
         list(itertools.takewhile(lambda token: token not in ends, row)) for row in out[:, prompts.shape[1] :].tolist()
