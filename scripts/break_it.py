@@ -98,8 +98,8 @@ FAULTS = (
     Fault(
         "rotated keys are used although the cache was cropped or reordered",
         "ctxext/attention/interface.py",
-        "_version(source) and source is keys:",
-        "_version(source):",
+        'if index < len(layers) and getattr(layers[index], "keys", None) is source:',
+        "if index < len(layers):",
         ATTENTION,
     ),
     Fault(
