@@ -23,7 +23,7 @@ from transformers import DynamicCache, StaticCache
 import ctxext
 import tiny
 from ctxext.attention import engine, kernels, naive
-from ctxext.attention.partition import Partition
+from ctxext.attention.partition import Block, Partition
 from ctxext.rope import RopeSpec
 
 pytestmark = [
@@ -1480,3 +1480,10 @@ def test_rotation_is_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (1, 700):
         monkeypatch.setattr(engine, "ROTATED", size)
         assert torch.equal(engine.rotate(x, positions, inv_freq, gain), whole)
+
+
+def test_a_temperature_is_not_rounded_to_the_dtype_of_the_queries() -> None:
+    # In bfloat16 1.02 would be 1.0234375, and the result 102.5.
+    query = torch.full((1, 1, 4, 8), 100.0, dtype=torch.bfloat16)
+    block = Block(slice(0, 4), (), torch.ones(4), gain=torch.full((4,), 1.02))
+    assert torch.equal(engine._turned(query, None, block), torch.full_like(query, 102.0))

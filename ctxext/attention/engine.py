@@ -105,7 +105,8 @@ def _turned(query: Tensor, turn: Tensor | None, block: Block) -> Tensor:
     if turn is not None:
         return rotate(query, turn, block.inv_freq, block.gain, exact=block.exact)
     if block.gain is not None:
-        return query * block.gain.to(query.device, query.dtype)[:, None]
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        return (query.to(wide) * block.gain.to(query.device, wide)[:, None]).to(query.dtype)
     return query
 
 
@@ -113,7 +114,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float, rotated: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, d]`` and log-sum-exp ``[B, H, T]`` over all regions."""
-    out = lse = torch.empty(0)
+    out = lse = torch.empty(0, device=query.device)
     first = key.shape[2] - query.shape[2]
     for block in blocks:
         columns = slice(block.queries.start - first, block.queries.stop - first)

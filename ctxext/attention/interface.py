@@ -138,6 +138,7 @@ class Planner:
             rows = [self._row(slice(0, batch), slice(0, past + length), slice(0, length), whole, past)]
         else:
             rows = self._ragged_rows(given, valid, positions, batch, past, length, inputs.device, use_cache=use_cache)
+        rows = [row._replace(blocks=[block.to(inputs.device) for block in row.blocks]) for row in rows]
         plan = Plan(self.partition, self.naive, rows, (batch, length), cache)
         if cache is not None:
             plan.kept = _kept(cache, self.partition)

@@ -50,6 +50,20 @@ class Block(NamedTuple):
     step: int = 0
     exact: bool = True
 
+    def to(self, device: torch.device) -> Block:
+        """The block with its tensors on a device; they stay where they are if it has no fp64 for their angles."""
+        if device.type in ("cpu", "mps"):
+            return self
+        return self._replace(
+            regions=tuple(
+                region if region.turn is None else region._replace(turn=region.turn.to(device))
+                for region in self.regions
+            ),
+            inv_freq=self.inv_freq.to(device),
+            key_positions=None if self.key_positions is None else self.key_positions.to(device),
+            gain=None if self.gain is None else self.gain.to(device),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Partition(ABC):
