@@ -80,7 +80,8 @@ class Patch:
         period = None
         if self.partition is not None:
             period = self.partition.period
-            self.planner = Planner(self.partition, method.name, naive=getattr(method, "attention", "") == "naive")
+            naive_attention = getattr(method, "attention", "") == "naive"
+            self.planner = Planner(self.partition, method.name, (method, spec), naive=naive_attention)
         self.rotary = ScaledRotaryEmbedding(*self.rope, device=_device(rotary), period=period)
         hook = getattr(rotary, "_hf_hook", None)
         if hook is not None:

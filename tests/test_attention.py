@@ -22,7 +22,7 @@ from transformers import DynamicCache, StaticCache
 
 import ctxext
 import tiny
-from ctxext.attention import engine, kernels, naive
+from ctxext.attention import engine, interface, kernels, naive
 from ctxext.attention.partition import Block, Partition
 from ctxext.rope import RopeSpec
 
@@ -651,9 +651,11 @@ def by_layers(cache: Any) -> Any:
 
 
 def rebuilt(cache: Any) -> Any:
+    """A new cache of the same keys and values, vouched for: of itself it would be refused."""
     twin = DynamicCache()
     for i, layer in enumerate(cache.layers):
         twin.update(layer.keys, layer.values, i)
+    setattr(twin.layers[0], interface._RECORD, getattr(cache.layers[0], interface._RECORD))
     return twin
 
 
@@ -773,17 +775,40 @@ def test_keys_put_back_by_hand_are_the_ones_that_count() -> None:
     assert len(replaced) == 2
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("setting", MAIN)
-def test_a_mask_may_change_between_two_steps(setting: str) -> None:
-    model, ids, mask = patched(setting), tiny.tokens(76), torch.ones(1, 76, dtype=torch.int64)
-    before, after = mask.clone(), mask.clone()
-    before[0, 70:75] = after[0, :5] = 0  # as many tokens, but others
+def test_a_mask_that_changes_for_cached_tokens_is_refused(setting: str, rows: int) -> None:
+    # Positions count a row's tokens: cached keys would be taken for others than they were rotated to.
+    model, ids, mask = patched(setting), tiny.tokens(76, rows), torch.ones(rows, 76, dtype=torch.int64)
+    mask[0, :5] = 0  # of two rows the second is full, as all would be if the mask was forgotten
     cache = DynamicCache(config=model.config)
-    pieces(model, ids, (66, 75), before, cache=cache)
+    pieces(model, ids, (66, 75), mask, cache=cache)
+    others = torch.ones_like(mask)
+    others[0, 70:75] = 0  # as many tokens, but others
+    for changed in ({}, {"attention_mask": torch.ones_like(mask)}, {"attention_mask": others}):
+        with pytest.raises(ctxext.UnsupportedModelError, match="attention_mask of the 75 cached tokens isn't the one"):
+            step(model, ids[:, 75:], copy.deepcopy(cache) if rows == 1 else cache, **changed)
     with torch.no_grad():
-        expected = step(model, ids[:, 75:], rebuilt(cache), attention_mask=after)
-        assert tiny.difference(step(model, ids[:, 75:], rebuilt(cache), attention_mask=before), expected) > 1e-2
-        assert tiny.difference(step(model, ids[:, 75:], cache, attention_mask=after), expected) < CACHED
+        logits = step(model, ids[:, 75:], cache, attention_mask=mask)
+    assert tiny.difference(logits[0, 0], alone(setting, "llama", ids[0], mask[0])[-1]) < CACHED
+
+
+@pytest.mark.parametrize("setting", MAIN)
+def test_a_cache_of_the_plain_model_is_refused(setting: str) -> None:
+    model, ids = tiny.model(), tiny.tokens(80)
+    cache = warm(model, ids, 73)
+    ctxext.patch(model, SETTINGS[setting])
+    with pytest.raises(ctxext.UnsupportedModelError, match="73 tokens that were not read under this patch"):
+        step(model, ids[:, 73:74], cache)
+
+
+@pytest.mark.parametrize("setting", MAIN)
+def test_a_cache_made_by_hand_is_refused(setting: str) -> None:
+    model, ids = patched(setting), tiny.tokens(80)
+    cache = rebuilt(warm(model, ids, 73))
+    delattr(cache.layers[0], interface._RECORD)
+    with pytest.raises(ctxext.UnsupportedModelError, match="73 tokens that were not read under this patch"):
+        step(model, ids[:, 73:74], cache)
 
 
 @pytest.mark.parametrize(
@@ -792,20 +817,20 @@ def test_a_mask_may_change_between_two_steps(setting: str) -> None:
         (ctxext.DynamicNTK(step=16), ctxext.DynamicYaRN(step=16)),
         (ctxext.DynamicYaRN(step=16), ctxext.DynamicYaRN(step=16, factor=4)),
         (ctxext.DynamicNTK(step=16), ctxext.DynamicNTK(step=8, factor=3)),
+        (ctxext.DCA(chunk_size=24, local_size=8), ctxext.DCA(chunk_size=24, local_size=4)),
     ],
-    ids=["method", "factor", "step"],
+    ids=["method", "factor", "step", "dca"],
 )
-def test_a_cache_goes_on_under_the_method_that_is_on_now(methods: tuple[ctxext.Method, ctxext.Method]) -> None:
-    # These methods cache unrotated keys, so that what another one has cached can be read on.
+def test_a_cache_of_other_settings_is_refused(methods: tuple[ctxext.Method, ctxext.Method]) -> None:
     model, ids = tiny.model(), tiny.tokens(80)
     ctxext.patch(model, methods[0])
     cache = warm(model, ids, 73)
-    before = copy.deepcopy(cache)
-    with_the_first = pieces(model, ids[:, 73:74], (1,), cache=copy.deepcopy(cache))
+    expected = pieces(model, ids[:, 73:74], (1,), cache=copy.deepcopy(cache))
     ctxext.patch(model, methods[1], replace=True)
-    expected = pieces(model, ids[:, 73:74], (1,), cache=rebuilt(before))
-    assert tiny.difference(with_the_first, expected) > 1e-2
-    assert tiny.difference(pieces(model, ids[:, 73:74], (1,), cache=cache), expected) < CACHED
+    with pytest.raises(ctxext.UnsupportedModelError, match="73 tokens that were not read under this patch"):
+        step(model, ids[:, 73:74], cache)
+    ctxext.patch(model, methods[0], replace=True)
+    assert torch.equal(pieces(model, ids[:, 73:74], (1,), cache=cache), expected)
 
 
 @pytest.mark.parametrize("setting", MAIN)

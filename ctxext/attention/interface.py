@@ -2,7 +2,8 @@
 
 ``patch`` puts a :class:`Planner` before the decoder of one model. From positions, padding and cache it works out what
 every layer has to do, and sends that along as the keyword ``ctxext``, which Transformers hands to the attention
-function of every layer. Nothing is kept between two passes but rotated keys, in the cache that they belong to.
+function of every layer. What is kept between two passes is kept in the cache that it belongs to: a record of what the
+cache was filled with, and rotated keys.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from ctxext.attention import engine, naive
 from ctxext.attention.partition import Block, Partition
@@ -25,6 +26,7 @@ NAME = "ctxext"
 """Under which the attention function is registered, and which the config of a patched model names."""
 
 _STORE = "_ctxext_rotated_keys"
+_RECORD = "_ctxext_record"
 _SPARE = 512
 
 
@@ -57,7 +59,6 @@ class RotatedKeys(NamedTuple):
     """Keys of one layer and row as they were rotated for the last block, with room for more tokens.
 
     Attributes:
-        partition: that they were rotated for.
         source: the cache's own tensor that they were made from.
         version: how often that had been written to.
         step: of the block that they were rotated for.
@@ -66,13 +67,30 @@ class RotatedKeys(NamedTuple):
         buffer: ``[B, K, room, d]``.
     """
 
-    partition: Partition
     source: weakref.ref[Tensor]
     version: int
     step: int
     start: int
     length: int
     buffer: Tensor
+
+
+class Record:
+    """What a cache was filled with, kept in its first layer, so that nothing else goes on with it.
+
+    Attributes:
+        settings: of the patch: the method and the rotary embedding that it extends.
+        valid: bool ``[B, S]`` on the CPU, which columns are no padding.
+        keys: the first layer's cached keys as they were left, while they are.
+    """
+
+    def __init__(self, settings: Any, valid: Tensor) -> None:
+        self.settings = settings
+        self.valid = valid
+        self.keys: weakref.ref[Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "keys": None}
 
 
 @dataclass
@@ -84,7 +102,8 @@ class Plan:
         naive: use the dense reference.
         rows: disjoint in batch and queries; what they leave out is padding.
         shape: of the input ids, ``(B, T)``.
-        cache: the key-value cache, if it came with the call.
+        cache: the key-value cache.
+        record: what the cache is filled with after this pass.
         kept: rotated keys that still belong to what is in the cache, by layer and first row of the batch.
     """
 
@@ -93,15 +112,17 @@ class Plan:
     rows: list[Row]
     shape: tuple[int, int]
     cache: Any = None
+    record: Record | None = None
     kept: dict[tuple[int, int], RotatedKeys] = field(default_factory=dict)
 
 
 class Planner:
     """A forward pre-hook of the decoder: checks the input, fills in positions, and adds the plan."""
 
-    def __init__(self, partition: Partition, method: str, *, naive: bool) -> None:
+    def __init__(self, partition: Partition, method: str, settings: Any, *, naive: bool) -> None:
         self.partition = partition
         self.method = method
+        self.settings = settings
         self.naive = naive
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -115,20 +136,18 @@ class Planner:
             )
         given = _by_name(decoder, args, kwargs)
         self._refuse(given, config)
-        plan = self.plan(given, config)
+        plan = self.plan(decoder, given)
         return (), {**given, "ctxext": plan}
 
-    def plan(self, given: dict[str, Any], config: Any) -> Plan:
-        """What the layers have to do for this call; missing ``position_ids`` are added to ``given``."""
+    def plan(self, decoder: nn.Module, given: dict[str, Any]) -> Plan:
+        """What the layers have to do; ``position_ids`` and a cache, if missing, are added to ``given``."""
         inputs = given.get("input_ids")
         inputs = given.get("inputs_embeds") if inputs is None else inputs
         if inputs is None:
             raise UnsupportedModelError(f"method {self.method}: give input_ids or inputs_embeds")
         batch, length = inputs.shape[:2]
-        cache = given.get("cache")
-        cache = given.get("past_key_values") if cache is None else cache
+        cache = _cache(decoder, given)
         past = _past(cache, given.get("cache_position"))
-        use_cache = cache is not None or _uses_cache(given.get("use_cache"), config)
         valid = _valid(given.get("attention_mask"), batch, past, past + length, self.method)
         positions = given.get("position_ids")
         if valid is None and (positions is None or _counts(positions, past)):
@@ -137,12 +156,33 @@ class Planner:
             whole = torch.arange(past + length, device="cpu")
             rows = [self._row(slice(0, batch), slice(0, past + length), slice(0, length), whole, past)]
         else:
-            rows = self._ragged_rows(given, valid, positions, batch, past, length, inputs.device, use_cache=use_cache)
+            rows = self._ragged_rows(
+                given, valid, positions, batch, past, length, inputs.device, cached=cache is not None
+            )
         rows = [row._replace(blocks=[block.to(inputs.device) for block in row.blocks]) for row in rows]
         plan = Plan(self.partition, self.naive, rows, (batch, length), cache)
         if cache is not None:
-            plan.kept = _kept(cache, self.partition)
+            plan.kept = _kept(cache)
+            plan.record = self._record(cache, valid, batch, past, length)
         return plan
+
+    def _record(self, cache: Any, valid: Tensor | None, batch: int, past: int, length: int) -> Record:
+        """What the cache holds after this pass, once it is clear that it holds what this pass takes it for."""
+        if valid is None:
+            valid = torch.ones(batch, past + length, dtype=torch.bool, device="cpu")
+        layers: Any = getattr(cache, "layers", ())
+        before: Record | None = vars(layers[0]).get(_RECORD) if layers else None
+        if past and (before is None or before.settings != self.settings):
+            raise UnsupportedModelError(
+                f"method {self.method}: the cache holds {past} tokens that were not read under this patch, and their "
+                "keys mean something else here; start with an empty cache"
+            )
+        if past and before is not None and not _same_padding(before, valid[:, :past], layers[0]):
+            raise UnsupportedModelError(
+                f"method {self.method}: the attention_mask of the {past} cached tokens isn't the one that they were "
+                "read with, which gave them their positions; pass it again, with the new tokens' appended"
+            )
+        return Record(self.settings, valid)
 
     def _ragged_rows(
         self,
@@ -154,7 +194,7 @@ class Planner:
         length: int,
         device: torch.device,
         *,
-        use_cache: bool,
+        cached: bool,
     ) -> list[Row]:
         """Rows of a batch with padding, with packed documents, or with positions of the caller's own."""
         if valid is None:
@@ -177,7 +217,7 @@ class Planner:
                 first = len(columns) - len(queries)
                 rows.append(self._row(slice(i, i + 1), _slice(columns), _slice(queries), rank[i, columns], first))
                 continue
-            if use_cache:
+            if cached:
                 raise UnsupportedModelError(
                     f"method {self.method}: with a key-value cache, position_ids must count each row's tokens from 0, "
                     f"padding left out (row {i} has {given_here[:4].tolist()}...); leave position_ids out, or pass "
@@ -258,6 +298,9 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     cached, key, value = key, key.to(query.dtype), value.to(query.dtype)
+    if plan.record is not None and module.layer_idx == 0:
+        plan.record.keys = weakref.ref(cached)
+        setattr(plan.cache.layers[0], _RECORD, plan.record)
     if plan.shape != (query.shape[0], query.shape[2]):
         raise PatchError(
             f"the layers got {query.shape[0]} x {query.shape[2]} tokens, but the decoder {plan.shape[0]} x "
@@ -330,7 +373,7 @@ def _rotated(module: Any, key: Tensor, row: Row, plan: Plan, cached: Tensor) -> 
         buffer[:, :, :length] = engine.rotate(key, positions, block.inv_freq, exact=block.exact)
     store = vars(plan.cache).setdefault(_STORE, _Store())
     store[index, row.batch.start] = RotatedKeys(
-        plan.partition, weakref.ref(cached), cached._version, block.step, row.keys.start, length, buffer
+        weakref.ref(cached), cached._version, block.step, row.keys.start, length, buffer
     )
     return buffer[:, :, :length]
 
@@ -339,14 +382,14 @@ def _with_spare(key: Tensor, length: int) -> tuple[int, ...]:
     return (*key.shape[:2], length + _SPARE, key.shape[3])
 
 
-def _kept(cache: Any, partition: Partition) -> dict[tuple[int, int], RotatedKeys]:
+def _kept(cache: Any) -> dict[tuple[int, int], RotatedKeys]:
     """Those rotated keys whose source is still what the cache holds."""
     store: _Store = vars(cache).get(_STORE, _Store())
     layers = getattr(cache, "layers", ())
     kept = {}
     for (index, row), rotated in store.items():
         source = rotated.source()
-        if source is None or rotated.partition is not partition or rotated.version != source._version:
+        if source is None or rotated.version != source._version:
             continue
         if index < len(layers) and getattr(layers[index], "keys", None) is source:
             kept[index, row] = rotated
@@ -374,8 +417,29 @@ def _past(cache: Any, cache_position: Tensor | None) -> int:
     return int(cache.get_seq_length())
 
 
-def _uses_cache(use_cache: bool | None, config: Any) -> bool:
-    return bool(config.use_cache if use_cache is None else use_cache)
+def _cache(decoder: Any, given: dict[str, Any]) -> Any:
+    """The cache of this call; where the decoder would make one itself, it is made here, so that it can be marked."""
+    for name in ("cache", "past_key_values"):
+        if given.get(name) is not None:
+            return given[name]
+    use_cache = given.get("use_cache")
+    if not (decoder.config.use_cache if use_cache is None else use_cache):
+        return None
+    if decoder.training and getattr(decoder, "gradient_checkpointing", False):
+        return None  # Transformers goes without a cache then
+    # Transformers renamed the argument during 5.x.
+    name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+    given[name] = DynamicCache(config=decoder.config)
+    return given[name]
+
+
+def _same_padding(before: Record, valid: Tensor, layer: Any) -> bool:
+    """Whether padding stands where it stood; in reordered, selected or repeated rows, where it stood in some row."""
+    then = before.valid[:, : valid.shape[1]]
+    if then.shape == valid.shape and torch.equal(then, valid):
+        return True
+    untouched = before.keys is not None and before.keys() is layer.keys
+    return not untouched and all(bool((then == row).all(dim=1).any()) for row in valid)
 
 
 def _valid(mask: Any, batch: int, past: int, total: int, method: str) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -102,9 +103,9 @@ class Dynamic(Method):
             spec=spec,
         )
 
+    @abstractmethod
     def _static(self, spec: RopeSpec, scale: float) -> Method:
         """The static method with this scale."""
-        raise NotImplementedError
 
 
 class DynamicNTK(Dynamic):
