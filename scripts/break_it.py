@@ -28,8 +28,10 @@ class Fault(NamedTuple):
     tests: tuple[str, ...]
 
 
-CORE = ("tests/test_rope.py", "tests/test_methods.py", "tests/test_patching.py")
-ATTENTION = ("tests/test_attention.py", "tests/test_patching.py")
+CORE = tuple(f"tests/test_{name}.py" for name in ("rope", "methods", "patching", "saving", "precision", "running"))
+ATTENTION = tuple(
+    f"tests/test_{name}.py" for name in ("partition", "attention", "caches", "gradients", "attention_inputs", "saving")
+)
 FAULTS = (
     Fault("YaRN's ramp runs the other way", "ctxext/methods/yarn.py", "kept = 1 - (", "kept = 0 + (", CORE),
     Fault(

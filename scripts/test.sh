@@ -17,5 +17,6 @@ fi
 
 ensure_oldest
 echo "again with the lowest supported versions" >&2
-"$VENV/oldest/bin/python" -m pytest -m "not slow" -n 2 tests/test_rope.py tests/test_methods.py tests/test_families.py \
-    tests/test_patching.py tests/test_attention.py tests/test_inspection.py tests/test_config.py tests/test_cli.py
+"$VENV/oldest/bin/python" -m pytest -m "not slow" -n 2 \
+    tests/test_{rope,methods,families,patching,saving,user_methods,precision,running,inspection,config,cli}.py \
+    tests/test_{partition,attention,caches,gradients,attention_inputs}.py

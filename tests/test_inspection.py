@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ctxext
 import tiny
 
+pytestmark = pytest.mark.usefixtures("strictly")
+
 YARN = tiny.METHODS["yarn"]
 METHODS = list(tiny.METHODS)
 ATTENTION = [name for name in METHODS if name not in tiny.STATIC]
 EITHER = ["yarn", "dca"]
 """One of each kind, where the method is not what is tested."""
-
-
-@pytest.fixture(autouse=True)
-def _strictly() -> Iterator[None]:
-    with tiny.strictly():
-        yield
 
 
 def patched(method: ctxext.Method = YARN, family: str = "llama", **changes: Any) -> PreTrainedModel:

@@ -18,6 +18,7 @@ import ctxext
 import tiny
 
 pytestmark = [
+    pytest.mark.usefixtures("strictly"),
     pytest.mark.filterwarnings("error:.*deprecated"),
     # PEFT still asks recent releases of Transformers by an old name.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
@@ -31,10 +32,8 @@ EITHER = ["yarn", "dca"]
 
 
 @pytest.fixture(autouse=True)
-def _strictly() -> Iterator[None]:
+def _compiled_afresh() -> None:
     torch._dynamo.reset()
-    with tiny.strictly():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,120 @@
+"""Relative positions and the blocks that attention is cut into."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attending
+import ctxext
+import tiny
+from attending import SETTINGS, SPEC, L, borders, frequencies_of, patched, relative_of
+from ctxext.rope import RopeSpec
+
+pytestmark = attending.MARKS
+
+
+def shown(chunk_size: int, local_size: int, queries: Sequence[int], keys: Sequence[int]) -> list[list[int]]:
+    partition = ctxext.DCA(chunk_size=chunk_size, local_size=local_size).partition(RopeSpec(1e4, 16, 4096))
+    return partition.relative_positions(torch.tensor(queries), torch.tensor(keys)).tolist()
+
+
+def test_queries_of_a_chunk_are_turned_as_in_the_papers_example() -> None:
+    assert shown(10, 4, range(6, 12), [0]) == [[6], [7], [8], [9], [9], [9]]
+    assert shown(10, 4, range(12, 18), [0]) == [[9]] * 6
+    assert shown(10, 4, range(600, 606), [0]) == [[9]] * 6
+
+
+def test_rows_of_relative_positions_are_those_written_by_hand() -> None:
+    assert shown(12, 4, [20], range(21)) == [
+        [11, 10, 9, 8, 7, 6, 5, 4, 11, 10, 9, 8, 7, 6, 5, 4, 4, 3, 2, 1, 0]
+    ]  # fmt: skip
+    assert shown(12, 4, [18], range(19)) == [[11, 10, 9, 8, 7, 6, 5, 4, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]
+
+
+sizes = st.integers(2, 40).flatmap(lambda c: st.tuples(st.just(c), st.integers(1, c // 2)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, st.integers(0, 300))
+def test_relative_positions_of_dca_are_bounded_and_exact_nearby(sizes: tuple[int, int], query: int) -> None:
+    chunk_size, local_size = sizes
+    method = ctxext.DCA(chunk_size=chunk_size, local_size=local_size)
+    row = shown(chunk_size, local_size, [query], range(query + 1))[0]
+    assert row == [relative_of(method, query, j) for j in range(query + 1)]
+    for distance, relative in enumerate(reversed(row)):
+        assert 0 <= relative <= min(distance, chunk_size - 1)
+        assert distance > local_size or relative == distance
+
+
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name.startswith("dca") and name != "dca_yarn"])
+def test_a_text_of_one_chunk_is_read_as_by_the_plain_model(setting: str) -> None:
+    plain, model = tiny.model(), patched(setting)
+    stride = borders(setting, 1000)[0]
+    for length in {1, max(1, stride - 1), stride}:
+        ids = tiny.tokens(length)
+        assert tiny.difference(tiny.logits(model, ids), tiny.logits(plain, ids)) < 1e-5
+    ids = tiny.tokens(L + 40)
+    assert tiny.difference(tiny.logits(model, ids), tiny.logits(plain, ids)) > 1e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("setting", ["ntk", "ntk_step_1", "yarn", "yarn_default"])
+def test_dynamic_methods_read_the_trained_length_as_the_plain_model_does(setting: str, family: str) -> None:
+    plain, model, ids = tiny.model(family), patched(setting, family), tiny.tokens(L + 40)
+    for length in (1, L - 1, L):
+        assert tiny.difference(tiny.logits(model, ids[:, :length]), tiny.logits(plain, ids[:, :length])) < 5e-5
+    longer, plainly = tiny.logits(model, ids), tiny.logits(plain, ids)
+    assert tiny.difference(longer[:, :L], plainly[:, :L]) < 5e-5
+    assert tiny.difference(longer[:, L:], plainly[:, L:]) > 1e-2
+
+
+@st.composite
+def columns(draw: Any) -> tuple[list[int], int]:
+    gaps = draw(st.lists(st.one_of(st.just(1), st.integers(1, 40)), min_size=1, max_size=50))
+    positions = list(itertools.accumulate(gaps))
+    shift = draw(st.sampled_from([1, 0, 5, 60]))
+    return [position - gaps[0] + shift for position in positions], draw(st.integers(0, len(gaps) - 1))
+
+
+methods = st.one_of(
+    sizes.map(lambda s: ctxext.DCA(chunk_size=s[0], local_size=s[1], temperature=0.5)),
+    st.integers(1, 30).map(lambda n: ctxext.DynamicNTK(step=n)),
+    st.integers(1, 30).map(lambda n: ctxext.DynamicYaRN(step=n, factor=1)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(methods, columns())
+def test_blocks_cover_every_pair_once_at_its_relative_position(
+    method: ctxext.Method, columns: tuple[list[int], int]
+) -> None:
+    positions, first = columns
+    partition, where = method.partition(SPEC), torch.tensor(positions)
+    count = torch.zeros(len(positions), len(positions), dtype=torch.int64)
+    end = first
+    for block in partition.blocks(where, first):
+        assert block.queries.start == end < block.queries.stop
+        end, length = block.queries.stop, block.queries.stop - block.queries.start
+        keys_at = where % partition.period if block.key_positions is None else block.key_positions
+        for region in block.regions:
+            for t in range(length):
+                column = block.queries.start + t
+                stop = region.keys.stop - (length - 1 - t if region.causal else 0)
+                count[column, region.keys.start : stop] += 1
+                at = positions[column] % partition.period + (0 if region.turn is None else int(region.turn[t]))
+                for s in range(region.keys.start, stop):
+                    assert at - int(keys_at[s]) == relative_of(method, positions[column], positions[s])
+                frequencies, gain = frequencies_of(method, positions[column])
+                torch.testing.assert_close(block.inv_freq.tolist(), frequencies, rtol=1e-5, atol=0)  # fp32
+                assert (1.0 if block.gain is None else float(block.gain[t])) == pytest.approx(gain, rel=1e-5)
+    assert end == len(positions)
+    expected = torch.ones_like(count).tril()
+    expected[:first] = 0
+    assert torch.equal(count, expected)
