@@ -1,6 +1,7 @@
 """What ctxext costs against the stock model: time and memory of every kind of method, start-up of the command line.
 
-Times are given as ratios of medians within one run, alternating between the two sides, because a shared machine drifts.
+The sides of a comparison are run in turn, and a time is given as the median of the ratios within the rounds, because a
+shared machine drifts.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def main(
 
 @torch.no_grad()
 def overhead(repeats: int, length: int, dtype: str, device: str | None) -> dict[str, float]:
-    """Ratios of median times, patched over stock, of a forward pass and of one decoding step."""
+    """Ratios of times, patched over stock, of a forward pass and of one decoding step."""
     stock, _ = ctxext.load_model(MODEL, dtype=dtype, device=device)
     again, _ = ctxext.load_model(MODEL, dtype=dtype, device=device)
     patched, _ = ctxext.load_model(MODEL, ctxext.YaRN(factor=2), dtype=dtype, device=device)
@@ -118,15 +119,12 @@ def overhead(repeats: int, length: int, dtype: str, device: str | None) -> dict[
                 times[name]["forward"].append(forward)
                 times[name]["decode"].append(decode)
 
-    def median(name: str, what: str) -> float:
-        return statistics.median(times[name][what])
-
     return {
-        "forward_ratio": median("patched", "forward") / median("stock", "forward"),
-        "decode_ratio": median("patched", "decode") / median("stock", "decode"),
-        "noise_ratio": median("again", "forward") / median("stock", "forward"),
-        "forward_seconds": median("stock", "forward"),
-        "decode_seconds": median("stock", "decode") / 16,
+        "forward_ratio": ratio(times["patched"]["forward"], times["stock"]["forward"]),
+        "decode_ratio": ratio(times["patched"]["decode"], times["stock"]["decode"]),
+        "noise_ratio": ratio(times["again"]["forward"], times["stock"]["forward"]),
+        "forward_seconds": statistics.median(times["stock"]["forward"]),
+        "decode_seconds": statistics.median(times["stock"]["decode"]) / 16,
     }
 
 
@@ -139,7 +137,7 @@ def _decode(model: Any, cache: DynamicCache, tokens: torch.Tensor, *, steps: int
 
 @torch.no_grad()
 def attention_alone(length: int, repeats: int, dtype: str, device: str | None) -> dict[str, float]:
-    """Ratios of median times over stock causal attention, on random tensors of SmolLM2-135M's shapes."""
+    """Ratios of times over stock causal attention, on random tensors of SmolLM2-135M's shapes."""
     spec = ctxext.RopeSpec(100_000.0, 64, 8192)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     query, key, value = (
@@ -154,13 +152,20 @@ def attention_alone(length: int, repeats: int, dtype: str, device: str | None) -
         assert partition is not None  # all of ATTENTION have one
         blocks = partition.blocks(torch.arange(length), 0)
         calls[name] = lambda blocks=blocks: engine.attend(query, key, value, blocks, 64**-0.5)
-    times = alternate(calls, repeats, f"attention alone, {length:,} tokens")
-    return {f"attention_{name}_{length}": times[name] / times["stock"] for name in ATTENTION}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    console = Console(stderr=True)
+    description = f"attention alone, {length:,} tokens"
+    for round_number in track(range(repeats + 1), description=description, console=console, transient=True):
+        for name, call in calls.items():
+            elapsed = seconds(call)
+            if round_number:  # the first round warms up
+                times[name].append(elapsed)
+    return {f"attention_{name}_{length}": ratio(times[name], times["stock"]) for name in ATTENTION}
 
 
 @torch.no_grad()
 def whole_model(length: int, repeats: int, dtype: str, device: str | None) -> dict[str, float]:
-    """Ratios of median times over the stock model: a pass that fills the cache, and steps of one token from there."""
+    """Ratios of times over the stock model: a pass that fills the cache, and steps of one token from there."""
     model, _ = ctxext.load_model(MODEL, dtype=dtype, device=device)
     tokens = torch.randint(100, 40_000, (1, length), device=model.device)
     passes: dict[str, list[float]] = {name: [] for name in ("stock", *ATTENTION)}
@@ -177,9 +182,8 @@ def whole_model(length: int, repeats: int, dtype: str, device: str | None) -> di
             patch.remove()
     figures = {}
     for what, times in (("prefill", passes), ("decode", steps)):
-        stock = statistics.median(times["stock"])
-        figures |= {f"{what}_{name}": statistics.median(times[name]) / stock for name in ATTENTION}
-        figures[f"{what}_stock_seconds"] = stock if what == "prefill" else stock / 24
+        figures |= {f"{what}_{name}": ratio(times[name], times["stock"]) for name in ATTENTION}
+        figures[f"{what}_stock_seconds"] = statistics.median(times["stock"]) / (1 if what == "prefill" else 24)
     return figures
 
 
@@ -192,7 +196,7 @@ def prefill_pass(length: int, name: str | None, dtype: str, device: str | None) 
 
 
 def training_step(length: int, repeats: int, dtype: str, device: str | None) -> dict[str, float]:
-    """Ratios of median times of a forward and backward pass over the stock model's."""
+    """Ratios of times of a forward and backward pass over the stock model's."""
     model, _ = ctxext.load_model(MODEL, dtype=dtype, device=device)
     model.train()
     tokens = torch.randint(100, 40_000, (1, length), device=model.device)
@@ -216,21 +220,13 @@ def training_step(length: int, repeats: int, dtype: str, device: str | None) -> 
         times[name].append(seconds(step))
         if patch is not None:
             patch.remove()
-    stock = statistics.median(times["stock"])
-    ratios = {f"training_{name}": statistics.median(times[name]) / stock for name in ATTENTION}
-    return {**ratios, "training_stock_seconds": stock}
+    ratios = {f"training_{name}": ratio(times[name], times["stock"]) for name in ATTENTION}
+    return {**ratios, "training_stock_seconds": statistics.median(times["stock"])}
 
 
-def alternate(calls: dict[str, Callable[[], Any]], repeats: int, description: str) -> dict[str, float]:
-    """Median seconds of every call, each run in turn."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    console = Console(stderr=True)
-    for round_number in track(range(repeats + 1), description=description, console=console, transient=True):
-        for name, call in calls.items():
-            elapsed = seconds(call)
-            if round_number:  # the first round warms up
-                times[name].append(elapsed)
-    return {name: statistics.median(values) for name, values in times.items()}
+def ratio(times: list[float], stock: list[float]) -> float:
+    """Median over the rounds of one time divided by the other."""
+    return statistics.median(ours / theirs for ours, theirs in zip(times, stock, strict=True))
 
 
 def bare_backbone(length: int, dtype: str, device: str | None) -> None:
