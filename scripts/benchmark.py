@@ -6,9 +6,11 @@ shared machine drifts.
 
 from __future__ import annotations
 
+import ctypes.util
+import gc
 import inspect
 import multiprocessing
-import resource
+import os
 import statistics
 import subprocess
 import sys
@@ -59,17 +61,22 @@ def main(
     table = Table("figure", "value", "goal", box=None)
 
     def show(name: str, label: str, goal: str = "", unit: str = "") -> None:
-        table.add_row(label, f"{figures[name]:.3f}{unit}" if not unit else f"{figures[name]:.2f}{unit}", goal)
+        value = figures[name]
+        text = "not measured here" if value is None else f"{value:.{2 if unit else 3}f}{unit}"
+        table.add_row(label, text, goal)
+        if output is not None:  # after every figure: what is measured isn't lost if the rest fails
+            write_result(figures, output)
 
     if "static" in chosen:
         figures |= overhead(repeats, length, dtype, device)
-        bare, scored = (in_fresh_process(t, memory_length, dtype, device) for t in (bare_backbone, perplexity_pass))
-        figures |= {"backbone_peak_gb": bare / 1e9, "perplexity_extra_gb": (scored - bare) / 1e9}
+        bare, scored = (peak_memory(task, memory_length, dtype, device) for task in (bare_backbone, perplexity_pass))
+        figures["backbone_peak_gb"] = None if bare is None else bare / 1e9
+        figures["perplexity_extra_gb"] = None if bare is None or scored is None else (scored - bare) / 1e9
         figures["help_seconds"] = statistics.median(seconds(help_text) for _ in range(repeats))
         show("forward_ratio", f"forward, {length:,} tokens, YaRN / stock", "1.00")
         show("decode_ratio", "decode, one token, YaRN / stock", "1.00")
         show("noise_ratio", "forward, stock / stock (noise)", "1.00")
-        show("backbone_peak_gb", f"peak memory, backbone, {memory_length:,} tokens", unit=" GB")
+        show("backbone_peak_gb", f"memory above weights, backbone, {memory_length:,} tokens", unit=" GB")
         show("perplexity_extra_gb", "  perplexity pass on top of it", "< 0.4 GB", " GB")
         show("help_seconds", "ctxext --help", "< 0.5 s", " s")
     if "attention" in chosen:
@@ -84,20 +91,16 @@ def main(
             show(f"prefill_{name}", f"prefill, {prefill:,} tokens, {name} / stock", goal)
         for name, goal in (("dca", "<= 1.15"), ("dynamic_yarn", "<= 1.25")):
             show(f"decode_{name}", f"decode, one token at {prefill:,}, {name} / stock", goal)
-        weights, *peaks = (
-            in_fresh_process(prefill_pass, tokens, name, dtype, device)
-            for tokens, name in ((16, None), *((memory_length, name) for name in (None, *ATTENTION)))
-        )
-        for name, peak in zip(ATTENTION, peaks[1:], strict=True):
-            figures[f"memory_{name}"] = (peak - weights) / (peaks[0] - weights)
-            show(f"memory_{name}", f"peak memory above weights, {memory_length:,} tokens, {name} / stock", "<= 1.10")
+        stock, *peaks = (peak_memory(prefill_pass, memory_length, name, dtype, device) for name in (None, *ATTENTION))
+        figures["memory_stock_gb"] = None if stock is None else stock / 1e9
+        for name, peak in zip(ATTENTION, peaks, strict=True):
+            figures[f"memory_{name}"] = None if stock is None or peak is None else peak / stock
+            show(f"memory_{name}", f"memory above weights, {memory_length:,} tokens, {name} / stock", "<= 1.10")
     if "training" in chosen:
         figures |= training_step(training_length, prefill_repeats, dtype, device)
         for name, goal in (("dca", "<= 1.5"), ("dynamic_yarn", "")):
             show(f"training_{name}", f"training step, {training_length:,} tokens, {name} / stock", goal)
     Console().print(table)
-    if output is not None:
-        write_result(figures, output)
 
 
 @torch.no_grad()
@@ -187,14 +190,6 @@ def whole_model(length: int, repeats: int, dtype: str, device: str | None) -> di
     return figures
 
 
-def prefill_pass(length: int, name: str | None, dtype: str, device: str | None) -> None:
-    """One pass that fills a cache, with a method or without."""
-    model, _ = ctxext.load_model(MODEL, None if name is None else ATTENTION[name], dtype=dtype, device=device)
-    tokens = torch.randint(100, 40_000, (1, length), device=model.device)
-    with torch.no_grad():
-        _decode(model, DynamicCache(config=model.config), tokens, steps=1)
-
-
 def training_step(length: int, repeats: int, dtype: str, device: str | None) -> dict[str, float]:
     """Ratios of times of a forward and backward pass over the stock model's."""
     model, _ = ctxext.load_model(MODEL, dtype=dtype, device=device)
@@ -229,34 +224,68 @@ def ratio(times: list[float], stock: list[float]) -> float:
     return statistics.median(ours / theirs for ours, theirs in zip(times, stock, strict=True))
 
 
-def bare_backbone(length: int, dtype: str, device: str | None) -> None:
+def bare_backbone(length: int, dtype: str, device: str | None) -> Callable[[], Any]:
     """One pass of the same text through the decoder, no output head."""
     model, tokenizer = ctxext.load_model(MODEL, dtype=dtype, device=device)
     document = next(load_documents(DATASET))
     tokens = torch.tensor([tokenize(tokenizer, document.text)[:length]], device=model.device)
-    with torch.no_grad():
-        model.get_decoder()(input_ids=tokens, use_cache=False)
+    _warm_up(model)
+    return lambda: model.get_decoder()(input_ids=tokens, use_cache=False)
 
 
-def perplexity_pass(length: int, dtype: str, device: str | None) -> None:
+def perplexity_pass(length: int, dtype: str, device: str | None) -> Callable[[], Any]:
     """The pass with every position scored."""
     model, tokenizer = ctxext.load_model(MODEL, dtype=dtype, device=device)
-    evaluate_perplexity(model, tokenizer, load_documents(DATASET), lengths=(length,), max_documents=1)
+    documents = list(load_documents(DATASET))
+    _warm_up(model)
+    return lambda: evaluate_perplexity(model, tokenizer, documents, lengths=(length,), max_documents=1)
 
 
-def in_fresh_process(task: Callable[..., None], *arguments: Any) -> int:
-    """Peak memory in bytes of a task that has a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(_peak_of, (task, *arguments))
+def prefill_pass(length: int, name: str | None, dtype: str, device: str | None) -> Callable[[], Any]:
+    """One pass that fills a cache, with a method or without."""
+    model, _ = ctxext.load_model(MODEL, None if name is None else ATTENTION[name], dtype=dtype, device=device)
+    tokens = torch.randint(100, 40_000, (1, length), device=model.device)
+    _warm_up(model)
+    return lambda: _decode(model, DynamicCache(config=model.config), tokens, steps=1)
 
 
-def _peak_of(task: Callable[..., None], *arguments: Any) -> int:
-    task(*arguments)
+@torch.no_grad()
+def _warm_up(model: Any) -> None:
+    """What libraries allocate once is no part of a run's memory."""
+    model(torch.arange(64, device=model.device)[None], use_cache=False)
+
+
+def peak_memory(task: Callable[..., Callable[[], Any]], *arguments: Any) -> int | None:
+    """Peak memory in bytes of the run that ``task`` prepares, above what is held before it; in a process of its own."""
+    # glibc gives large blocks back as soon as they are freed, so that the peak is what was alive at once.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak_above, (task, *arguments))
+
+
+@torch.no_grad()
+def _peak_above(task: Callable[..., Callable[[], Any]], *arguments: Any) -> int | None:
+    run = task(*arguments)
+    gc.collect()
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    if not Path("/proc/self/clear_refs").exists():
+        return None
+    if (libc := ctypes.util.find_library("c")) is not None and hasattr(ctypes.CDLL(libc), "malloc_trim"):
+        ctypes.CDLL(libc).malloc_trim(0)  # loading left freed pages behind, in which the run would hide
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    before = _resident("VmRSS")
+    run()
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> int:
+    """A figure of /proc/self/status in bytes."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in status if line.startswith(f"{field}:"))
 
 
 def help_text() -> None:
