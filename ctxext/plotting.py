@@ -109,39 +109,64 @@ def plot_comparison(results: Mapping[str, Any], trained: int, path: str | os.Pat
 
 
 def plot_methods(results: Mapping[str, Any], trained: int, path: str | os.PathLike[str]) -> None:
-    """Perplexity of the text between two lengths, and passkeys found with their 95 % interval, one colour per method.
+    """One line per method: perplexity within and beyond the trained length, and passkeys found with 95 % intervals.
 
     Args:
-        results: for each label, the records of the tasks ``perplexity`` (several lengths) and ``passkey`` (or None).
-        trained: trained length in tokens, drawn as a line.
+        results: for each label, the records of the tasks ``perplexity`` (with a row at ``trained`` and longer ones) and
+            ``passkey`` (or None).
+        trained: trained length in tokens.
         path: the picture.
     """
+    from matplotlib.ticker import LogLocator
+
     from ctxext.evaluation.passkey import wilson95
 
-    figure, (left, right) = _figure(height=0.3 * len(results) + 2.4, columns=2)
-    for i, (label, records) in enumerate(results.items()):
-        rows = records["perplexity"]["rows"]
-        last = [row["perplexity_last"] for row in rows]
-        style = {"color": f"C{i % 10}", "linestyle": "--" if i >= 10 else "-", "label": label}
-        left.semilogy([row["length"] for row in rows], last, marker=".", **style)
+    figure, (left, right) = _figure(height=0.3 * len(results) + 1.5, columns=2, sharey=True)
+    lines = range(len(results))
+    short, beyond = zip(*(_within_and_beyond(r["perplexity"]["rows"], trained) for r in results.values()), strict=True)
+    left.hlines(lines, short, beyond, color="0.8", zorder=1)
+    left.plot(short, lines, "o", color="0.55", label=f"the first {trained:,} tokens")
+    left.plot(beyond, lines, "o", color="C0", label="the tokens after them")
+    for i, (value, other) in enumerate(zip(beyond, short, strict=True)):
+        text = f"   {value:.2f}   " if value < 1000 else f"   {value:.3g}   "
+        left.annotate(text, (value, i), va="center", ha="right" if value < other else "left", fontsize="small")
+    left.set_xscale("log")
+    left.margins(x=0.15)
+    left.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    left.xaxis.set_major_formatter("{x:g}")
+    left.xaxis.set_minor_formatter("")
+    left.set(xlabel="perplexity", title="Reading on")
+    left.set_yticks(lines, list(results))
+    left.invert_yaxis()
+    left.legend(frameon=False, fontsize="small")
+    for i, records in enumerate(results.values()):
         if records["passkey"] is None:
             continue
         correct, trials = (sum(row[key] for row in records["passkey"]["rows"]) for key in ("correct", "trials"))
         low, high = wilson95(correct, trials)
         share = correct / trials
-        right.barh(i, share, color=f"C{i % 10}", alpha=0.6)
-        right.errorbar(share, i, xerr=[[share - low], [high - share]], color="0.25", capsize=3)
-    left.axvline(trained, color="0.5", linewidth=1, linestyle=":")
-    left.annotate(" trained length", (trained, 0.98), xycoords=("data", "axes fraction"), va="top", color="0.4")
-    left.set(xlabel="tokens", ylabel="perplexity of the tokens since the point before", title="Reading on")
-    left.legend(frameon=False, fontsize="small")
-    right.set_yticks(range(len(results)), list(results))
-    right.invert_yaxis()
-    right.set(xlim=(0, 1), xlabel="passkeys found, and 95 % interval", title="Finding a passkey")
+        right.errorbar(share, i, xerr=[[share - low], [high - share]], fmt="o", color="C1", ecolor="0.5", capsize=3)
+        right.annotate(f"{correct} of {trials}  ", (low, i), va="center", ha="right", fontsize="small")
+    for axes in (left, right):
+        axes.grid(axis="y", color="0.93")
+        axes.set_axisbelow(True)
+    right.set(
+        xlim=(-0.15, 1.02),
+        xticks=[0, 0.2, 0.4, 0.6, 0.8, 1],
+        xlabel="share of passkeys found, and 95 % interval",
+        title="Finding a passkey",
+    )
     _save(figure, path)
 
 
-def _figure(width: float = 7.0, height: float = 4.2, columns: int = 1) -> tuple[Any, Any]:
+def _within_and_beyond(rows: list[dict[str, Any]], trained: int) -> tuple[float, float]:
+    """Perplexity of the text up to the trained length, and of all that follows it."""
+    short, long = next(row for row in rows if row["length"] == trained), rows[-1]
+    total = long["nll"] * long["tokens"] - short["nll"] * short["tokens"]
+    return short["perplexity"], math.exp(total / (long["tokens"] - short["tokens"]))
+
+
+def _figure(width: float = 7.0, height: float = 4.2, columns: int = 1, *, sharey: bool = False) -> tuple[Any, Any]:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -149,7 +174,7 @@ def _figure(width: float = 7.0, height: float = 4.2, columns: int = 1) -> tuple[
         raise CtxextError("pictures need matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(width * columns, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns)
+    return figure, figure.subplots(1, columns, sharey=sharey)
 
 
 def _save(figure: Any, path: str | os.PathLike[str]) -> None:
