@@ -119,7 +119,7 @@ def plot_methods(results: Mapping[str, Any], trained: int, path: str | os.PathLi
     """
     from matplotlib.ticker import LogLocator
 
-    from ctxext.evaluation.passkey import wilson95
+    from ctxext.evaluation.statistics import wilson95
 
     figure, (left, right) = _figure(height=0.3 * len(results) + 1.5, columns=2, sharey=True)
     lines = range(len(results))

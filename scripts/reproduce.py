@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
-from ctxext.evaluation.passkey import wilson95
+from ctxext.evaluation.statistics import wilson95
 from ctxext.plotting import plot_methods
 
 MODEL = "builtin:smollm2-135m"

@@ -26,7 +26,7 @@ import ctxext
 import tiny
 from ctxext.errors import ConfigError
 from ctxext.evaluation import passkey
-from ctxext.evaluation.passkey import PasskeySample, ReusedPrefix, build_sample, evaluate_passkey, score, wilson95
+from ctxext.evaluation.passkey import PasskeySample, ReusedPrefix, build_sample, evaluate_passkey, score
 
 DEPTHS = (0.0, 0.1, 0.5, 0.83, 1.0)
 CORPUS = [passkey.INSTRUCTION, *passkey.FILLER, passkey.NEEDLE, passkey.QUESTION, "0 1 2 3 4 5 6 7 8 9 2024 1999"]
@@ -308,13 +308,6 @@ def test_a_score_never_depends_on_what_follows_the_first_run(text: str, key: int
     assert not score(f"{key}0 {text}", str(key))
 
 
-@pytest.mark.parametrize(
-    ("correct", "trials", "low", "high"), [(10, 10, 0.722, 1.0), (0, 10, 0.0, 0.278), (5, 10, 0.237, 0.763)]
-)
-def test_intervals_are_wilsons(correct: int, trials: int, low: float, high: float) -> None:
-    assert wilson95(correct, trials) == pytest.approx([low, high], abs=5e-4)
-
-
 def test_a_model_that_copies_the_key_scores_one_with_every_tokenizer(tokenizer: Any) -> None:
     samples = grid(tokenizer, [512, 1024], (0.1, 0.9), 3)
     for after in ("", "."):
@@ -352,7 +345,7 @@ def test_rows_and_records_say_what_was_asked_and_answered(bpe: Any) -> None:
         [600, 0.1, 2, 0, 0.0],
         [600, 0.5, 2, 0, 0.0],
     ]
-    assert result.rows[0]["wilson95"] == wilson95(2, 2)
+    assert result.rows[0]["wilson95"] == pytest.approx([0.3424, 1.0], abs=1e-4)  # 2 / (2 + 1.96^2)
     assert [record["id"] for record in result.samples] == [sample.id for sample in samples]
     first, sample = result.samples[0], samples[0]
     assert first["prompt_sha256"] == sample.sha256

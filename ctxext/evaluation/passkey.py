@@ -31,6 +31,7 @@ from ctxext.evaluation.scoring import (
     require_distinct,
     require_whole,
 )
+from ctxext.evaluation.statistics import wilson95
 from ctxext.families import window_layers
 
 # The prompt, version passkey-v1, in the manner of Landmark Attention (https://arxiv.org/abs/2305.16300). Changing a
@@ -130,14 +131,6 @@ def score(continuation: str, key: str) -> bool:
     """Whether the first maximal run of the digits 0-9 in ``continuation`` is ``key``, neither longer nor shorter."""
     run = re.search("[0-9]+", continuation)
     return run is not None and run.group() == key
-
-
-def wilson95(correct: int, trials: int) -> list[float]:
-    """The 95 % Wilson score interval of a proportion: honest at 0 and at 100 %, where the normal one has no width."""
-    z = 1.959963984540054
-    centre = (correct + z * z / 2) / (trials + z * z)
-    half = z / (trials + z * z) * math.sqrt(correct * (trials - correct) / trials + z * z / 4)
-    return [max(0.0, centre - half), min(1.0, centre + half)]
 
 
 def evaluate_passkey(

@@ -1,0 +1,144 @@
+"""Intervals and tests: how sure a number is, and whether two methods differ.
+
+The unit that is resampled or counted is a document or a prompt, never a token: tokens of one document go together, and
+an interval that takes them for independent is too narrow by a factor of two or more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ctxext.errors import ConfigError
+
+FEW_CLUSTERS = 10
+"""Below so many documents the bootstrap has too little to draw from, and Student's t takes its place."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean loss per token in nats, weighted by tokens, with its standard error and 95 % interval over documents.
+
+    ``se`` and ``ci95`` are None for a single document: it says nothing about others. ``method`` is how the interval was
+    made: ``cluster bootstrap``, ``t`` (few documents) or None. ``p`` is the two-sided probability of a mean at least so
+    far from 0 if it were 0, by the t distribution: of use for differences.
+    """
+
+    value: float
+    se: float | None
+    ci95: tuple[float, float] | None
+    p: float | None
+    method: str | None
+    clusters: int
+
+
+def clustered_mean(sums: Sequence[float], tokens: Sequence[int], *, resamples: int = 2000, seed: int = 0) -> Estimate:
+    """Mean over all tokens of documents that were drawn from many: sum over sum, resampled by whole documents.
+
+    Args:
+        sums: total loss of each document, or total difference of two losses.
+        tokens: number of tokens in each sum.
+        resamples: of the bootstrap.
+        seed: of the bootstrap; the same seed gives the same interval.
+
+    Raises:
+        ConfigError: no document, or one without tokens.
+    """
+    from scipy import stats
+
+    if not len(sums) or min(tokens) < 1:
+        raise ConfigError("an interval needs at least one document, and tokens in every one")
+    x, n = np.asarray(sums, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
+    clusters, value = len(x), float(x.sum() / n.sum())
+    if clusters == 1:
+        return Estimate(value, None, None, None, None, 1)
+    # The ratio of two sums, by the delta method.
+    residuals = (x - value * n) / n.mean()
+    se = float(np.sqrt((residuals**2).sum() / (clusters - 1) / clusters))
+    p = float(2 * stats.t.sf(abs(value) / se, clusters - 1)) if se else float(value == 0)
+    if clusters < FEW_CLUSTERS or se == 0:
+        half = float(stats.t.ppf(0.975, clusters - 1)) * se
+        return Estimate(value, se, (value - half, value + half), p, "t", clusters)
+    interval = stats.bootstrap(
+        (x, n),
+        lambda x, n, axis=-1: x.sum(axis=axis) / n.sum(axis=axis),
+        paired=True,
+        vectorized=True,
+        n_resamples=resamples,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return Estimate(value, se, (float(interval.low), float(interval.high)), p, "cluster bootstrap", clusters)
+
+
+def wilson95(correct: int, trials: int) -> list[float]:
+    """The 95 % Wilson score interval of a proportion: honest at 0 and at 100 %, where the normal one has no width."""
+    from scipy import stats
+
+    interval = stats.binomtest(correct, trials).proportion_ci(method="wilson")
+    return [float(interval.low), float(interval.high)]
+
+
+@dataclass(frozen=True)
+class PairedProportions:
+    """Two methods on the same prompts: how many only one got right, and whether that can be chance.
+
+    ``difference`` is the first's share minus the second's, ``ci95`` Newcombe's interval for paired proportions, ``p``
+    that of McNemar's exact test.
+    """
+
+    trials: int
+    first_only: int
+    second_only: int
+    difference: float
+    ci95: tuple[float, float]
+    p: float
+
+
+def paired_proportions(first: Sequence[bool], second: Sequence[bool]) -> PairedProportions:
+    """Compare two methods that answered the same prompts, in the same order.
+
+    Reference: Newcombe, Improved confidence intervals for the difference between binomial proportions based on paired
+    data (Statistics in Medicine 17, 1998), method 10.
+
+    Raises:
+        ConfigError: no prompts, or not the same number.
+    """
+    from scipy import stats
+
+    if not first or len(first) != len(second):
+        raise ConfigError(f"paired answers must be as many on both sides, got {len(first)} and {len(second)}")
+    n = len(first)
+    table = [[sum(1 for pair in zip(first, second, strict=True) if pair == (a, b)) for b in (1, 0)] for a in (1, 0)]
+    (both, first_only), (second_only, neither) = table
+    p1, p2 = (both + first_only) / n, (both + second_only) / n
+    (low1, high1), (low2, high2) = wilson95(both + first_only, n), wilson95(both + second_only, n)
+    # The correlation of the two, made smaller by half a prompt where it is positive.
+    product: float = both * neither - first_only * second_only
+    product = max(product - n / 2, 0) if product > 0 else product
+    margins = math.prod([both + first_only, second_only + neither, both + second_only, first_only + neither])
+    phi = product / math.sqrt(margins) if margins else 0.0
+
+    def reach(one: float, other: float) -> float:
+        return math.sqrt(max(0.0, one**2 - 2 * phi * one * other + other**2))
+
+    difference = p1 - p2
+    interval = (difference - reach(p1 - low1, high2 - p2), difference + reach(high1 - p1, p2 - low2))
+    discordant = first_only + second_only
+    p = float(stats.binomtest(first_only, discordant).pvalue) if discordant else 1.0
+    return PairedProportions(n, first_only, second_only, difference, interval, p)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p values of one table, raised so that the chance of any false discovery in it stays below the level.
+
+    Reference: Holm, A simple sequentially rejective multiple test procedure (Scand. J. Statistics 6, 1979).
+    """
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    raised = itertools.accumulate((min(1.0, p_values[i] * (len(p_values) - rank)) for rank, i in enumerate(order)), max)
+    by_index = dict(zip(order, raised, strict=True))
+    return [by_index[i] for i in range(len(p_values))]
