@@ -78,7 +78,7 @@ def test_an_interval_of_nothing_is_refused(sums: list[float], tokens: list[int])
 
 @pytest.mark.parametrize(
     ("correct", "trials", "low", "high"),
-    # Values of the formula in Brown, Cai and DasGupta (2001), worked out by hand for 0 of n: z^2 / (n + z^2).
+    # 0 of n by hand: 0 to z^2 / (n + z^2).
     [
         (10, 10, 0.7225, 1.0),
         (0, 10, 0.0, 0.2775),
