@@ -50,7 +50,9 @@ class ModelSection(Section):
 class PerplexitySection(Section):
     """Perplexity of documents."""
 
-    dataset: str = Field("builtin:python-docs", description="Hub id, file, folder, or builtin:python-docs.")
+    dataset: str = Field(
+        "builtin:python-docs", description="Hub id, file, folder, builtin:python-docs or builtin:python-stdlib."
+    )
     config_name: str | None = None
     split: str | None = None
     text_column: str = "text"

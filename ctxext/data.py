@@ -9,6 +9,7 @@ import glob
 import hashlib
 import logging
 import os
+import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PYTHON_DOCS = "builtin:python-docs"
+PYTHON_STDLIB = "builtin:python-stdlib"
+# Folders of the standard library that some distributions leave out, or that hold what isn't the library's own.
+_NOT_STDLIB = {"__pycache__", "distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages"}
+_NOT_STDLIB |= {"dist-packages", "test", "tests", "tkinter", "turtledemo", "venv"}
 _LOADERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 _SPLITS = ("test", "validation", "train")
 _POLICIES = ("auto", "always", "never")
@@ -49,6 +54,8 @@ def load_documents(
 
             - ``builtin:python-docs``: one document, the topics of Python's language reference, longest first (ties by
               name), joined by a blank line. Its text differs between Python versions.
+            - ``builtin:python-stdlib``: the source files of Python's standard library, one document a file, longest
+              first (ties by name). They differ between Python versions too.
             - a ``.txt`` file (one document), a ``.jsonl`` or ``.parquet`` file (one document a row), or a folder of
               them (sorted by name, without its subfolders).
             - a hub id.
@@ -61,7 +68,9 @@ def load_documents(
         DataError: the data set can't be found or read, is empty, or has a row without text.
     """
     if not dataset.strip():
-        raise DataError(f"the data set's name is empty: give a file, a folder, a hub id, or {PYTHON_DOCS}")
+        raise DataError(
+            f"the data set's name is empty: give a file, a folder, a hub id, {PYTHON_DOCS} or {PYTHON_STDLIB}"
+        )
     is_builtin = dataset.startswith("builtin:")
     path = Path(os.path.expanduser(dataset))
     if not is_builtin and not path.exists():
@@ -72,7 +81,7 @@ def load_documents(
         return _read_hub(dataset, config_name, split, text_column)
     if config_name is not None or split is not None:
         raise DataError(f"{dataset!r} has no configurations or splits, only hub data sets have: leave them out")
-    return iter([_python_docs(dataset)]) if is_builtin else _read_files(_files(path, dataset), text_column)
+    return _read_builtin(dataset) if is_builtin else _read_files(_files(path, dataset), text_column)
 
 
 def dataset_id(dataset: str) -> str:
@@ -120,9 +129,16 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids)
 
 
-def _python_docs(dataset: str) -> Document:
-    if dataset != PYTHON_DOCS:
-        raise DataError(f"{dataset!r} is not a builtin data set: the only one is {PYTHON_DOCS!r}")
+def _read_builtin(dataset: str) -> Iterator[Document]:
+    builtins = {PYTHON_DOCS: _python_docs, PYTHON_STDLIB: _python_stdlib}
+    if dataset not in builtins:
+        near = nearest(dataset, builtins)
+        hint = f": did you mean {near!r}?" if near else ""
+        raise DataError(f"{dataset!r} is not a builtin data set ({', '.join(builtins)}){hint}")
+    return iter(builtins[dataset]())
+
+
+def _python_docs() -> list[Document]:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -130,7 +146,18 @@ def _python_docs(dataset: str) -> Document:
             f"{PYTHON_DOCS!r} needs pydoc_data, which this Python lacks: use a .txt file instead"
         ) from error
     texts = [text for _, text in sorted(topics.items(), key=lambda item: (-len(item[1]), item[0]))]
-    return Document(PYTHON_DOCS, "\n\n".join(texts))
+    return [Document(PYTHON_DOCS, "\n\n".join(texts))]
+
+
+def _python_stdlib() -> list[Document]:
+    root = Path(sysconfig.get_path("stdlib"))
+    names = [file.relative_to(root) for file in root.rglob("*.py")]
+    names = [name for name in names if _NOT_STDLIB.isdisjoint(name.parts)]
+    if not names:
+        raise DataError(f"{PYTHON_STDLIB!r} needs the library's source files, which this Python lacks: use a folder")
+    texts = {name.as_posix(): (root / name).read_text(encoding="utf-8", errors="replace") for name in names}
+    ordered = sorted(texts.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [Document(f"{PYTHON_STDLIB}/{name}", text) for name, text in ordered]
 
 
 def _files(path: Path, dataset: str) -> list[Path]:

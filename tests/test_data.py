@@ -21,6 +21,7 @@ from ctxext.data import Document, dataset_id, fingerprint, load_documents, resol
 from ctxext.errors import ConfigError, DataError
 
 PYTHON_DOCS = "builtin:python-docs"
+PYTHON_STDLIB = "builtin:python-stdlib"
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +70,24 @@ def test_python_docs_is_one_document_of_topics_longest_first() -> None:
     assert document.text.startswith(longest + "\n\n")
     assert document.text.endswith("\n\n" + shortest)
     assert len(document.text) == sum(map(len, topics.values())) + 2 * (len(topics) - 1)
+
+
+def test_the_standard_library_is_one_document_a_file_longest_first() -> None:
+    import argparse
+
+    documents = list(load_documents(PYTHON_STDLIB))
+    texts = {document.id: document.text for document in documents}
+    assert texts[f"{PYTHON_STDLIB}/argparse.py"] == Path(argparse.__file__).read_text(encoding="utf-8")
+    assert f"{PYTHON_STDLIB}/json/decoder.py" in texts
+    assert not [id_ for id_ in texts if "/test" in id_ or "site-packages" in id_ or "tkinter" in id_]
+    assert [len(document.text) for document in documents] == sorted(map(len, texts.values()), reverse=True)
+    # Enough documents of some 16,384 tokens for an interval.
+    assert sum(len(text) > 60_000 for text in texts.values()) > 20
+
+
+def test_a_standard_library_without_sources_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert "this Python lacks" in refusal(PYTHON_STDLIB)
 
 
 @pytest.mark.skipif(
@@ -200,7 +219,7 @@ def test_a_missing_path_is_not_looked_up_on_the_hub(name: str) -> None:
 
 
 def test_unknown_builtins_and_empty_names_are_refused() -> None:
-    assert PYTHON_DOCS in refusal("builtin:python-doc")
+    assert f"did you mean {PYTHON_DOCS!r}" in refusal("builtin:python-doc")
     assert "empty" in refusal("")
 
 

@@ -21,7 +21,8 @@ app = typer.Typer(help="Measure a model, plain or extended.", no_args_is_help=Tr
 def perplexity(
     model: options.Model = None,
     dataset: Annotated[
-        str | None, typer.Option(help="Hub id, .txt/.jsonl/.parquet file, folder, or builtin:python-docs.")
+        str | None,
+        typer.Option(help="Hub id, .txt/.jsonl/.parquet file, folder, builtin:python-docs or builtin:python-stdlib."),
     ] = None,
     config: options.ConfigFile = None,
     settings: options.Settings = None,
