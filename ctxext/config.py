@@ -56,10 +56,11 @@ class PerplexitySection(Section):
     config_name: str | None = None
     split: str | None = None
     text_column: str = "text"
-    protocol: Literal["prefix", "sliding"] = "prefix"
+    protocol: Literal["prefix", "sliding", "stream", "rolling", "same-target"] = "prefix"
     length: Lengths = ()
     window: Lengths = ()
     stride: Annotated[WholeNumber, Field(ge=1)] | None = None
+    targets: Annotated[WholeNumber, Field(ge=1)] | None = None
     max_documents: Annotated[WholeNumber, Field(ge=1)] | None = None
     max_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
     min_tokens: Annotated[WholeNumber, Field(ge=0)] | None = None

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from datasets import load_dataset
+from numpy.typing import NDArray
 
 from ctxext.errors import ConfigError, DataError, nearest
 from ctxext.models import explain, looks_like_path, model_id
@@ -127,6 +129,19 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of ``text``, without special tokens in front or behind, however long it is."""
     # verbose=False: a text longer than the model's window is the point here, not worth a warning.
     return list(tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids)
+
+
+def token_sizes(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
+    """How many bytes each token of ``text`` adds to it in UTF-8; zeros if the tokenizer doesn't tell (slow ones)."""
+    if not tokenizer.is_fast:
+        return np.zeros(len(tokenize(tokenizer, text)), dtype=np.int32)
+    encoded = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False, return_offsets_mapping=True)
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    per_character = 1 + (points >= 0x80) + (points >= 0x800).astype(np.int64) + (points >= 0x10000)
+    upto = np.concatenate([[0], np.cumsum(per_character)])
+    # Tokens may share a character, and leave out blanks between them: each is counted once, with what ends it.
+    ends = np.maximum.accumulate(np.array([end for _, end in encoded.offset_mapping], dtype=np.int64))
+    return np.diff(upto[ends], prepend=0).astype(np.int32)
 
 
 def _read_builtin(dataset: str) -> Iterator[Document]:

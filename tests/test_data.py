@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ctxext import data
-from ctxext.data import Document, dataset_id, fingerprint, load_documents, resolve_bos, tokenize
+from ctxext.data import Document, dataset_id, fingerprint, load_documents, resolve_bos, token_sizes, tokenize
 from ctxext.errors import ConfigError, DataError
 
 PYTHON_DOCS = "builtin:python-docs"
@@ -101,6 +101,23 @@ def test_python_docs_are_about_a_hundred_thousand_tokens() -> None:
     (document,) = load_documents(PYTHON_DOCS)
     # Python 3.11 has 113,000; the reference grows with every Python version.
     assert 90_000 < len(tokenize(smollm2, document.text)) < 200_000
+
+
+@pytest.mark.parametrize("text", ["a  b", "\nnaïve é 日本語 🙂🙂 x", "", " lead", "e\u0301"])
+def test_the_bytes_of_tokens_add_up_to_the_text(text: str) -> None:
+    byte_level = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytewise = PreTrainedTokenizerFast(tokenizer_object=byte_level)
+    sizes = token_sizes(bytewise, text)
+    assert len(sizes) == len(tokenize(bytewise, text)) == len(text.encode())  # a token a byte
+    assert sizes.sum() == len(text.encode())
+    assert (sizes >= 0).all()
+
+
+def test_blanks_that_a_tokenizer_drops_are_bytes_of_the_token_after_them() -> None:
+    assert token_sizes(tokenizer(bos="<s>", adds_bos=True), "a  b a").tolist() == [1, 3, 2]
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from test_scoring import Counter
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
@@ -20,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 import tiny
 from ctxext.data import Document, fingerprint
 from ctxext.errors import ConfigError, CtxextError, DataError
-from ctxext.evaluation.perplexity import PerplexityResult, default_stride, evaluate_perplexity, windows
+from ctxext.evaluation.perplexity import PerplexityResult, evaluate_perplexity
+from ctxext.evaluation.protocols import sliding_windows
 
 BOS = 1
 CHECKS = 2
@@ -85,43 +84,6 @@ def evaluate(model: nn.Module, docs: Sequence[Document], *, add_bos: bool = True
 DOCS = [document(n, seed) for n, seed in ((90, 1), (64, 2), (101, 3))]
 
 
-@given(n=st.integers(0, 400), window=st.integers(2, 80), bos=st.booleans(), data=st.data())
-def test_windows_score_every_token_once_with_enough_before_it(
-    n: int, window: int, bos: bool, data: st.DataObject
-) -> None:
-    stride = data.draw(st.integers(1, window - 1))
-    cut = list(windows(n, window, stride, bos))
-    targets = [t for w in cut for t in range(w.target_begin, w.end)]
-    assert targets == list(range(0 if bos else 1, n))
-    for k, w in enumerate(cut):
-        assert 0 <= w.begin <= w.target_begin < w.end <= n
-        assert w.end - w.begin == min(window - bos, n)  # full, also the last one, unless the document is short
-        context = w.target_begin - w.begin + bos
-        assert context >= (1 if k == 0 else window - stride)
-
-
-@pytest.mark.parametrize("bos", [True, False])
-@pytest.mark.parametrize(("n", "window", "stride"), [(1000, 100, 10), (1000, 100, 99), (101, 100, 7), (5000, 512, 256)])
-def test_the_number_of_windows_is_the_closed_form(n: int, window: int, stride: int, bos: bool) -> None:
-    assert len(list(windows(n, window, stride, bos))) == math.ceil((n - (window - bos)) / stride) + 1
-
-
-@pytest.mark.parametrize("n", [2, 50, 99])
-def test_a_document_within_the_window_takes_one_window(n: int) -> None:
-    assert list(windows(n, 100, 10, True)) == [(0, n, 0)]
-
-
-@pytest.mark.parametrize("stride", [0, 100, 101])
-def test_windows_refuse_a_stride_that_would_leave_tokens_without_context(stride: int) -> None:
-    with pytest.raises(ConfigError, match="between 1 and 99"):
-        list(windows(1000, 100, stride, False))
-
-
-def test_default_stride_is_256_up_to_8192_and_an_eighth_above() -> None:
-    assert [default_stride(w) for w in (512, 8192, 16384, 131072)] == [256, 256, 2048, 16384]
-    assert default_stride(64) == 63
-
-
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_prefix_scores_exactly_the_tokens_of_an_input_of_that_length(add_bos: bool) -> None:
     model = tiny.model()
@@ -178,11 +140,88 @@ def test_sliding_equals_the_definition_token_by_token(window: int, stride: int, 
 def test_the_headline_is_the_token_mean_and_not_the_mean_over_windows() -> None:
     model, [doc] = tiny.model(), DOCS[:1]
     losses = naive_sliding(model, doc, 32, 8, True)
-    edges = [0, *[w.end for w in windows(90, 32, 8, True)]]
+    edges = [0, *[w.end for w in sliding_windows(90, 32, 8, bos=True)]]
     window_mean = torch.stack([losses[a:b].mean() for a, b in itertools.pairwise(edges)]).mean().item()
     [row] = evaluate(model, [doc], protocol="sliding", windows=[32], stride=8).rows
     assert row["nll"] == pytest.approx(losses.mean().item(), **ROUNDING)
     assert abs(window_mean - losses.mean().item()) > 0.01
+    assert row["compatible"]["window_mean_perplexity"] == pytest.approx(math.exp(window_mean), rel=1e-4)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(20, 7), (33, 33)])
+def test_a_stream_is_scored_as_by_longloras_script(length: int, stride: int) -> None:
+    """Every window whole, the mean of each, and the mean of those."""
+    model = tiny.model()
+    data = torch.cat([ids_of(doc) for doc in DOCS]).tolist()
+    starts = list(range(0, len(data) - length, stride))
+    starts.pop()
+    means = torch.stack([naive_losses(model, tuple(data[start : start + length])).mean() for start in starts])
+    result = evaluate(model, DOCS, protocol="stream", windows=[length], stride=stride)
+    [row] = result.rows
+    assert row["compatible"] == {
+        "windows": len(starts),
+        "window_mean_perplexity": pytest.approx(means.mean().exp().item(), rel=1e-4),
+    }
+    assert row["tokens"] == len(starts) * (length - 1)
+    assert sum(map(len, result.losses[length])) == row["tokens"]
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_rolling_scores_every_token_once_from_the_start_token_on(add_bos: bool) -> None:
+    model, doc, length = tiny.model(), DOCS[0], 32
+    x = ids_of(doc).tolist()
+    losses = [naive_losses(model, (BOS, *x[:32])), naive_losses(model, tuple(x[31:64]))]
+    losses.append(naive_losses(model, tuple(x[57:90]))[6:])  # filled up from the left
+    [row] = evaluate(model, [doc], protocol="rolling", lengths=[length], add_bos=add_bos).rows
+    assert row["tokens"] == 90
+    assert row["nll"] == pytest.approx(torch.cat(losses).mean().item(), **ROUNDING)
+
+
+def test_rolling_feeds_no_more_than_its_length() -> None:
+    model, inputs = tiny.model(), []
+    model.model.register_forward_pre_hook(lambda m, args, kw: inputs.append(kw["input_ids"]), with_kwargs=True)
+    result = evaluate(model, DOCS[:1], protocol="rolling", lengths=[32])
+    assert [ids.shape[1] for ids in inputs[CHECKS:]] == [32, 32, 32]
+    assert result.counts["tokens_processed"] == 96
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_same_targets_are_predicted_from_ever_more_text(add_bos: bool) -> None:
+    model = tiny.model()
+    result = evaluate(model, DOCS, protocol="same-target", lengths=[20, 64, 33], targets=11, add_bos=add_bos)
+    for row, length in zip(result.rows, [20, 33, 64], strict=True):
+        inputs = [(BOS,) * add_bos + tuple(ids_of(doc)[-(length - add_bos) :].tolist()) for doc in DOCS]
+        losses = torch.cat([naive_losses(model, ids)[-11:] for ids in inputs])
+        assert (row["length"], row["targets"], row["tokens"]) == (length, 11, 33)
+        assert row["nll"] == pytest.approx(losses.mean().item(), **ROUNDING)
+    scored = [[record.token.tolist() for record in records] for records in result.losses.values()]
+    assert scored[0] == scored[1] == scored[2]
+
+
+def test_records_say_what_was_scored_where() -> None:
+    result = evaluate(tiny.model(), DOCS[:2], protocol="sliding", windows=[32], stride=8)
+    first, second = result.losses[32]
+    assert (first.document, second.document) == ("doc-1", "doc-2")
+    assert first.token.tolist() == list(range(90))
+    assert first.context[:40].tolist() == [*range(1, 32), *range(24, 32), 24]
+    assert len(set(first.window.tolist()) | set(second.window.tolist())) == result.counts["windows"]
+    words = DOCS[0].text.split(" ")
+    assert first.size.tolist() == [len(words[0]), *(1 + len(word) for word in words[1:])]
+    assert first.loss.dtype == "float32"
+
+
+def test_bits_per_byte_count_the_bytes_of_what_was_scored() -> None:
+    [row] = evaluate(tiny.model(), DOCS[:1], protocol="sliding", windows=[32], stride=8).rows
+    assert row["bytes"] == len(DOCS[0].text)
+    assert row["bits_per_byte"] == pytest.approx(row["nll"] * 90 / math.log(2) / len(DOCS[0].text))
+
+
+def test_intervals_are_over_documents() -> None:
+    docs = [document(60, seed) for seed in range(12)]
+    rows = [evaluate(tiny.model(), docs[:n], lengths=[50]).rows[0] for n in (12, 3, 1)]
+    assert [row["interval"] for row in rows] == ["cluster bootstrap", "t", None]
+    assert rows[0]["ci95"][0] < rows[0]["perplexity"] < rows[0]["ci95"][1]
+    assert rows[2]["ci95"] is None
 
 
 def test_a_long_document_weighs_more_than_a_short_one() -> None:
@@ -217,7 +256,13 @@ def test_batch_size_does_not_change_the_result(settings: dict[str, Any]) -> None
     one, four = (evaluate(model, DOCS, batch_size=n, **settings) for n in (1, 4))
     assert one.counts == four.counts
     for a, b in zip(one.rows, four.rows, strict=True):
-        assert a == pytest.approx(b, **ROUNDING)
+        assert a["nll"] == pytest.approx(b["nll"], **ROUNDING)
+        assert a["ci95"] == pytest.approx(b["ci95"], **ROUNDING)
+        assert (a["tokens"], a["bytes"], a["compatible"]["windows"]) == (
+            b["tokens"],
+            b["bytes"],
+            b["compatible"]["windows"],
+        )
 
 
 def test_a_certain_model_has_perplexity_one() -> None:
@@ -280,9 +325,15 @@ def test_no_document_long_enough_is_an_error_that_names_the_longest() -> None:
     [
         ({}, "lengths: none given"),
         ({"protocol": "sliding"}, "windows: none given"),
-        ({"protocol": "stream", "lengths": [16]}, "'stream' is unknown"),
+        ({"protocol": "slide", "windows": [16]}, "'slide' is unknown .* did you mean 'sliding'"),
         ({"lengths": [16], "windows": [16]}, r"takes lengths \(--length\), not windows"),
         ({"protocol": "sliding", "lengths": [16], "windows": [16]}, r"takes windows \(--window\), not lengths"),
+        ({"protocol": "rolling", "windows": [16]}, r"takes lengths \(--length\), not windows"),
+        ({"protocol": "stream", "lengths": [16]}, r"takes windows \(--window\), not lengths"),
+        ({"lengths": [16], "targets": 4}, r"takes lengths \(--length\), not targets"),
+        ({"protocol": "same-target", "lengths": [16, 32], "targets": 16}, "don't fit an input of 16 positions"),
+        ({"protocol": "same-target", "lengths": [16, 32], "min_tokens": 20}, "min_tokens 20 is less than the longest"),
+        ({"protocol": "rolling", "lengths": [16], "bos": "never"}, "leave bos at auto"),
         ({"lengths": [16], "stride": 4}, r"takes lengths \(--length\), not stride"),
         ({"lengths": [1]}, "at least 2, got 1"),
         ({"lengths": [16.0]}, "whole number"),
@@ -300,6 +351,11 @@ def test_contradicting_arguments_are_one_line_errors(settings: dict[str, Any], m
     with pytest.raises(ConfigError, match=message) as error:
         evaluate(tiny.model(), DOCS, **settings)
     assert "\n" not in str(error.value)
+
+
+def test_a_stream_without_a_window_is_an_error() -> None:
+    with pytest.raises(DataError, match="90 tokens are too few for a window of 80"):
+        evaluate(tiny.model(), DOCS[:1], protocol="stream", windows=[80], stride=16)
 
 
 def test_a_loss_that_is_not_a_number_names_document_and_token() -> None:

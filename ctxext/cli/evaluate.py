@@ -32,13 +32,20 @@ def perplexity(
     ] = None,
     text_column: Annotated[str | None, typer.Option(help="Column that holds the text. Default: text.")] = None,
     protocol: Annotated[
-        str | None, typer.Option(help="prefix: one window per document. sliding: every token, windows overlap.")
+        str | None,
+        typer.Option(
+            help="prefix: one window per document. sliding: every token, windows overlap. stream: LongLoRA's and DCA's "
+            "tables. rolling: as lm-evaluation-harness. same-target: a document's end, with ever more before it."
+        ),
     ] = None,
-    length: Annotated[list[int] | None, typer.Option(help="Input positions (prefix); repeat for more rows.")] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Input positions (prefix, rolling, same-target); repeat for more rows.")
+    ] = None,
     window: Annotated[
-        list[int] | None, typer.Option(help="Input positions of a window (sliding); may be repeated.")
+        list[int] | None, typer.Option(help="Input positions of a window (sliding, stream); may be repeated.")
     ] = None,
-    stride: Annotated[int | None, typer.Option(help="Tokens from window to window (sliding).")] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens from window to window (sliding, stream).")] = None,
+    targets: Annotated[int | None, typer.Option(help="Tokens scored at the end of a document (same-target).")] = None,
     max_documents: Annotated[int | None, typer.Option(help="Stop after this many documents.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Cut each document to its first tokens.")] = None,
     min_tokens: Annotated[
@@ -56,6 +63,8 @@ def perplexity(
     as_json: options.Json = False,
 ) -> None:
     """Perplexity of documents, weighted by tokens."""
+    from ctxext.evaluation.protocols import BY_WINDOW
+
     configuration = options.configure(
         config,
         settings,
@@ -69,9 +78,10 @@ def perplexity(
             "text_column": text_column,
             "protocol": protocol,
             # A protocol asked for here takes the place of the file's, with what belongs to it.
-            "length": length or ([] if protocol == "sliding" else None),
-            "window": window or ([] if protocol == "prefix" else None),
+            "length": length or ([] if protocol in BY_WINDOW else None),
+            "window": window or ([] if protocol is not None and protocol not in BY_WINDOW else None),
             "stride": stride,
+            "targets": targets,
             "max_documents": max_documents,
             "max_tokens": max_tokens,
             "min_tokens": min_tokens,
@@ -90,6 +100,7 @@ def perplexity(
         "lengths": chosen.length,
         "windows": chosen.window,
         "stride": chosen.stride,
+        "targets": chosen.targets,
         "max_documents": chosen.max_documents,
         "max_tokens": chosen.max_tokens,
         "min_tokens": chosen.min_tokens,

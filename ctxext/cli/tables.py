@@ -30,17 +30,19 @@ def _method(record: Mapping[str, Any]) -> str:
 
 
 def _perplexity(rows: Sequence[Mapping[str, Any]]) -> Table:
-    sliding = "window" in rows[0]
-    columns = ["window", "stride"] if sliding else ["length"]
-    table = Table(*columns, "tokens", "NLL", "perplexity", box=None, header_style="bold")
-    if not sliding:
+    columns = [name for name in ("window", "stride", "length", "targets") if name in rows[0]]
+    columns = [name for name in columns if name != "length" or "window" not in columns]
+    table = Table(*columns, "tokens", "NLL", "perplexity", "95 % interval", box=None, header_style="bold")
+    by_length = "nll_last" in rows[0]
+    if by_length:
         table.add_column("perplexity since the row above")
     for column in table.columns:
         column.justify = "right"
     for row in rows:
         cells = [f"{row[column]:,}" for column in columns]
         cells += [f"{row['tokens']:,}", f"{row['nll']:.4f}", _number(row["perplexity"])]
-        if not sliding:
+        cells.append(" - ".join(map(_number, row["ci95"])) if row["ci95"] else "one document")
+        if by_length:
             cells.append(_number(row["perplexity_last"]) if row["tokens_last"] else "-")
         table.add_row(*cells)
     return table

@@ -10,6 +10,7 @@ import datasets
 import evaluate
 
 from ctxext.evaluation.passkey import score
+from ctxext.evaluation.records import exponential
 
 
 class _InMemoryMetric(evaluate.Metric):  # type: ignore[misc]  # the library has no types
@@ -39,7 +40,7 @@ class TokenPerplexity(_InMemoryMetric):
     def _compute(self, *, nll_sum: list[float], tokens: list[int]) -> dict[str, Any]:
         total = sum(tokens)
         nll = math.fsum(nll_sum) / total if total else None
-        return {"nll": nll, "perplexity": None if nll is None else _exponential(nll), "tokens": total}
+        return {"nll": nll, "perplexity": None if nll is None else exponential(nll), "tokens": total}
 
 
 class PasskeyAccuracy(_InMemoryMetric):
@@ -62,10 +63,3 @@ class PasskeyAccuracy(_InMemoryMetric):
         correct = sum(score(text, key) for text, key in zip(predictions, references, strict=True))
         trials = len(references)
         return {"trials": trials, "correct": correct, "accuracy": correct / trials if trials else None}
-
-
-def _exponential(nll: float) -> float | None:
-    try:
-        return math.exp(nll)
-    except OverflowError:
-        return None

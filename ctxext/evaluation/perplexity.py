@@ -1,19 +1,35 @@
-"""Perplexity by named protocols: which tokens are scored with which context, and how the losses are averaged.
+"""Perplexity of documents by a named protocol: what is fed to the model, and the rows that its losses make.
 
-The losses themselves come from scoring.py; reading documents and settling the BOS token is data.py's part.
+Which tokens a protocol scores is protocols.py's part, the losses themselves are scoring.py's, averages and intervals
+records.py's; reading documents and settling the BOS token is data.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ctxext.data import Document, fingerprint, resolve_bos, tokenize
-from ctxext.errors import ConfigError, CtxextError, DataError
+from ctxext.data import Document, fingerprint, resolve_bos, token_sizes, tokenize
+from ctxext.errors import ConfigError, CtxextError, DataError, nearest
+from ctxext.evaluation.protocols import (
+    BY_WINDOW,
+    PROTOCOLS,
+    VERSIONS,
+    Window,
+    default_stride,
+    prefix_window,
+    rolling_windows,
+    sliding_windows,
+    stream_windows,
+    target_window,
+)
+from ctxext.evaluation.records import TokenLosses, summarise, within
 from ctxext.evaluation.scoring import (
     check_head,
     check_length,
@@ -25,20 +41,13 @@ from ctxext.evaluation.scoring import (
     token_nll,
 )
 
-PROTOCOL_VERSION = 1
-
-
-class Window(NamedTuple):
-    """Document tokens ``begin:end`` are the input (after BOS, if any); of them ``target_begin:end`` are scored."""
-
-    begin: int
-    end: int
-    target_begin: int
-
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """Rows (one per length or window) and what is needed to repeat them."""
+    """Rows (one per length or window), the losses that they are made of, and what is needed to repeat them.
+
+    ``losses`` holds, for each length or window that was run, the records of every document.
+    """
 
     rows: list[dict[str, Any]]
     protocol: dict[str, Any]
@@ -47,31 +56,7 @@ class PerplexityResult:
     dataset_fingerprint: str
     wall_seconds: float
     peak_memory_bytes: int | None
-
-
-def windows(n_tokens: int, window: int, stride: int, bos: bool) -> Iterator[Window]:
-    """The windows that score a document of ``n_tokens`` tokens, each token once.
-
-    ``window`` counts input positions, BOS included. Window k begins at token k * stride and scores what the windows
-    before it left over: everything in the first, ``stride`` tokens with at least ``window - stride`` positions before
-    them in the later ones. The last window is moved left until it is full, if the document is long enough, so that its
-    targets have no less context than the others. Without BOS the document's first token has no context, and is never
-    scored; for the same reason the stride is at most ``window - 1``.
-    """
-    if not 1 <= stride < window:
-        raise ConfigError(f"stride {stride} must be between 1 and {window - 1} for a window of {window} positions")
-    capacity = window - 1 if bos else window
-    scored = 0 if bos else 1
-    begin = 0
-    while scored < n_tokens:
-        end = min(begin + capacity, n_tokens)
-        yield Window(max(0, end - capacity), end, scored)
-        scored, begin = end, begin + stride
-
-
-def default_stride(window: int) -> int:
-    """256 for windows up to 8192 positions (less where 256 doesn't fit), an eighth of the window above."""
-    return min(256, window - 1) if window <= 8192 else window // 8
+    losses: dict[int, list[TokenLosses]] = field(default_factory=dict, repr=False)
 
 
 def evaluate_perplexity(
@@ -79,10 +64,11 @@ def evaluate_perplexity(
     tokenizer: Any,
     documents: Iterable[Document],
     *,
-    protocol: Literal["prefix", "sliding"] = "prefix",
+    protocol: str = "prefix",
     lengths: Sequence[int] = (),
     windows: Sequence[int] = (),
     stride: int | None = None,
+    targets: int | None = None,
     max_documents: int | None = None,
     max_tokens: int | None = None,
     min_tokens: int | None = None,
@@ -91,28 +77,34 @@ def evaluate_perplexity(
     one_pass: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> PerplexityResult:
-    """Token-weighted perplexity of ``model`` on ``documents``, one row per length (prefix) or window (sliding).
+    """Token-weighted perplexity of ``model`` on ``documents``, one row per length or window.
 
     prefix: one window per document. The row at length L scores the input of exactly L positions (BOS and the first
     L - 1 tokens, or the first L tokens): L - 1 tokens. ``nll_last`` is the mean over the tokens past the previous
     length alone, where a failing extension shows. With ``one_pass`` all rows are read off one pass at the longest
     length, which is exact when no logit depends on later tokens; pass False for a method that depends on the window's
     whole length.
-    sliding: every token of a document once, see ``windows``; ``stride`` defaults to ``default_stride``.
+    sliding: every token of a document once, in ``windows`` that overlap; ``stride`` defaults to ``default_stride``.
+    stream: all documents as one text, ``windows`` of it every ``stride`` tokens (default 256), scored whole.
+    rolling: every token of a document once, ``lengths`` of them at a time side by side. The start token is the
+    tokenizer's BOS, or its end-of-sequence token.
+    same-target: the last ``targets`` tokens of each document (default: half the shortest length, at most 2048), given
+    inputs of ``lengths`` positions in all.
 
-    Documents are cut to ``max_tokens`` and skipped, and counted, below ``min_tokens`` (default: the longest length or
-    window, so that every row scores the same documents; lower, a row scores what there is). Reading stops after
-    ``max_documents``. Only windows of equal length share a batch, so nothing is padded. ``progress`` is called with
-    the tokens processed so far and in all.
+    Documents are cut to ``max_tokens`` and skipped, and counted, below ``min_tokens``. That is by default the longest
+    length or window, so that every row scores the same documents (lower, a row scores what there is), and 1 for
+    stream and rolling. Reading stops after ``max_documents``. Only windows of equal length share a batch, so nothing is
+    padded. ``progress`` is called with the tokens processed so far and in all.
 
     Raises ConfigError for contradicting arguments, DataError if no document is long enough, UnsupportedModelError if
     the model's logits can't be computed in slices, CtxextError if a loss isn't finite.
     """
-    sizes, strides, min_tokens = check_arguments(
+    plan = check_arguments(
         protocol=protocol,
         lengths=lengths,
         windows=windows,
         stride=stride,
+        targets=targets,
         max_documents=max_documents,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -120,42 +112,57 @@ def evaluate_perplexity(
     )
 
     check_positions(model)
-    check_length(model, max(sizes))
+    check_length(model, max(plan.sizes))
     with evaluating(model) as cost:
-        bos_id = resolve_bos(tokenizer, bos)
-        kept, tokens, skipped = _select(documents, tokenizer, max_documents, max_tokens, min_tokens, bos_id)
-        passes = dict(zip(sizes, strides, strict=True))
-        if protocol == "prefix" and one_pass:
-            passes = {max(sizes): passes[max(sizes)]}
-        jobs = _jobs(passes, tokens, bos_id is not None, truncate=protocol == "prefix")
+        start_id = _start_token(tokenizer, protocol, bos)
+        kept, texts, skipped = _select(documents, tokenizer, max_documents, max_tokens, plan.min_tokens, start_id)
+        sizes = plan.sizes[-1:] if protocol == "prefix" and one_pass else plan.sizes
+        if protocol == "stream":
+            texts = [_joined(texts)]
+        jobs = _jobs(plan, sizes, texts, bos=start_id is not None)
         check_head(model)
-        losses = _score(model, jobs, kept, tokens, bos_id, batch_size, progress)
+        feed_last = protocol != "rolling"  # whose inputs are as long as its targets
+        scores = _score(model, jobs, kept, texts, start_id, batch_size, progress, feed_last=feed_last)
+    losses = {size: _records(kept, texts, jobs, scores, size) for size in sizes}
 
+    settings: dict[str, Any] = {"windows" if protocol in BY_WINDOW else "lengths": plan.sizes}
     if protocol == "prefix":
-        rows = _prefix_rows(sizes, losses)
-        settings: dict[str, Any] = {"lengths": sizes, "one_pass": one_pass}
+        rows = _prefix_rows(plan.sizes, losses)
+        settings["one_pass"] = one_pass
     else:
-        rows = [
-            {"window": size, "stride": step, "length": size} | _aggregate(losses[size])
-            for size, step in zip(sizes, strides, strict=True)
-        ]
-        settings = {"windows": sizes, "strides": strides}
-    limits = {"max_documents": max_documents, "max_tokens": max_tokens, "min_tokens": min_tokens}
+        rows = [{"length": size, **_row_settings(plan, i), **summarise(losses[size])} for i, size in enumerate(sizes)]
+    if protocol in BY_WINDOW:
+        settings["strides"] = plan.strides
+    if protocol == "same-target":
+        settings["targets"] = plan.targets
+    limits = {"max_documents": max_documents, "max_tokens": max_tokens, "min_tokens": plan.min_tokens}
+    version = VERSIONS[protocol]
     return PerplexityResult(
         rows=rows,
-        protocol={"name": protocol, "version": PROTOCOL_VERSION, **settings, **limits, "bos": bos, "bos_id": bos_id},
+        protocol={"name": protocol, "version": version, **settings, **limits, "bos": bos, "bos_id": start_id},
         counts={
             "documents": len(kept),
             **skipped,
-            "tokens_scored": sum(job.n_targets for job in jobs),
-            "tokens_processed": sum(job.length(bos_id) for job in jobs),
+            "tokens_scored": sum(job.window.n_targets for job in jobs),
+            "tokens_processed": sum(job.window.positions for job in jobs) - (0 if feed_last else len(jobs)),
             "windows": len(jobs),
         },
         document_ids=[document.id for document in kept],
         dataset_fingerprint=fingerprint(kept),
         wall_seconds=cost.wall_seconds,
         peak_memory_bytes=cost.peak_memory_bytes,
+        losses=losses,
     )
+
+
+class Plan(NamedTuple):
+    """What is run: sizes (lengths or windows) in ascending order, the stride of each, and which documents will do."""
+
+    protocol: str
+    sizes: list[int]
+    strides: list[int]
+    targets: int
+    min_tokens: int
 
 
 def check_arguments(
@@ -164,76 +171,148 @@ def check_arguments(
     lengths: Sequence[int] = (),
     windows: Sequence[int] = (),
     stride: int | None = None,
+    targets: int | None = None,
     max_documents: int | None = None,
     max_tokens: int | None = None,
     min_tokens: int | None = None,
     batch_size: int = 1,
-) -> tuple[list[int], list[int], int]:
-    """Window sizes in ascending order, the stride of each, and the least tokens of a document; needs no model.
+) -> Plan:
+    """The plan of a run; needs no model.
 
     Raises ConfigError for arguments that ``evaluate_perplexity`` would not accept.
     """
-    sizes, strides = _plan(protocol, lengths, windows, stride)
+    if protocol not in PROTOCOLS:
+        near = nearest(protocol, PROTOCOLS)
+        hint = f": did you mean {near!r}?" if near else ""
+        raise ConfigError(f"protocol {protocol!r} is unknown ({', '.join(PROTOCOLS)}){hint}")
+    sizes = _sizes(protocol, lengths, windows, stride, targets)
+    strides, targets = _strides(protocol, sizes, stride), _targets(protocol, sizes, targets)
     require_whole("batch_size", batch_size, 1)
     for name, value, least in (("max_documents", max_documents, 1), ("max_tokens", max_tokens, 1)):
         if value is not None:
             require_whole(name, value, least)
-    min_tokens = max(sizes) if min_tokens is None else min_tokens
+    if min_tokens is None:
+        min_tokens = 1 if protocol in ("stream", "rolling") else max(sizes)
     require_whole("min_tokens", min_tokens, 0)
+    if protocol == "same-target" and min_tokens < max(sizes):
+        raise ConfigError(
+            f"protocol 'same-target' scores the same tokens at every length: min_tokens {min_tokens} is less than "
+            f"the longest, {max(sizes)}; leave it out"
+        )
     if max_tokens is not None and max_tokens < min_tokens:
         raise ConfigError(f"max_tokens {max_tokens} cuts every document below {min_tokens} tokens (min_tokens)")
-    return sizes, strides, min_tokens
+    return Plan(protocol, sizes, strides, targets, min_tokens)
 
 
-class _Job(NamedTuple):
-    """One forward pass: a window of document number ``document`` for the row of ``size``."""
-
-    size: int
-    document: int
-    window: Window
-
-    @property
-    def n_targets(self) -> int:
-        return self.window.end - self.window.target_begin
-
-    def length(self, bos_id: int | None) -> int:
-        return self.window.end - self.window.begin + (bos_id is not None)
-
-
-def _jobs(passes: Mapping[int, int], tokens: Sequence[Tensor], bos: bool, *, truncate: bool) -> list[_Job]:
-    """Every window of every document, for each size and its stride; ``truncate`` stops at the first window's end."""
-    jobs = []
-    for size, stride in passes.items():
-        for document, ids in enumerate(tokens):
-            n_tokens = min(len(ids), size - bos) if truncate else len(ids)
-            jobs += [_Job(size, document, window) for window in windows(n_tokens, size, stride, bos)]
-    return jobs
-
-
-def _plan(
-    protocol: str, lengths: Sequence[int], windows: Sequence[int], stride: int | None
-) -> tuple[list[int], list[int]]:
-    """Window sizes in ascending order, and the stride of each."""
-    if protocol not in ("prefix", "sliding"):
-        raise ConfigError(f"protocol {protocol!r} is unknown: use 'prefix' or 'sliding'")
-    name, sizes, other, unused = (
-        ("lengths", lengths, "windows", windows) if protocol == "prefix" else ("windows", windows, "lengths", lengths)
-    )
-    if unused or (protocol == "prefix" and stride is not None):
-        raise ConfigError(
-            f"protocol {protocol!r} takes {name} (--{name[:-1]}), not {other if unused else 'stride'}; "
-            f"leave that out, or drop it with -s perplexity.{(other if unused else 'stride').removesuffix('s')}=null"
-        )
+def _sizes(
+    protocol: str, lengths: Sequence[int], windows: Sequence[int], stride: int | None, targets: int | None
+) -> list[int]:
+    by_window = protocol in BY_WINDOW
+    name, sizes = ("windows", windows) if by_window else ("lengths", lengths)
+    foreign = {
+        "lengths" if by_window else "windows": (lengths if by_window else windows) or None,
+        "stride": None if by_window else stride,
+        "targets": None if protocol == "same-target" else targets,
+    }
+    for other, value in foreign.items():
+        if value is not None:
+            key = "targets" if other == "targets" else other.removesuffix("s")
+            raise ConfigError(
+                f"protocol {protocol!r} takes {name} (--{name[:-1]}), not {other}; "
+                f"leave that out, or drop it with -s perplexity.{key}=null"
+            )
     for size in sizes:
         require_whole(name, size, 2)
     require_distinct(name, sizes)
-    if protocol == "prefix":
-        return sorted(sizes), [size - 1 for size in sorted(sizes)]
+    return sorted(sizes)
+
+
+def _strides(protocol: str, sizes: Sequence[int], stride: int | None) -> list[int]:
     if stride is not None:
         require_whole("stride", stride, 1)
-        if stride >= min(sizes):
+        if protocol == "sliding" and stride >= min(sizes):
             raise ConfigError(f"stride {stride} is too long for a window of {min(sizes)}: at most {min(sizes) - 1}")
-    return sorted(sizes), [stride or default_stride(size) for size in sorted(sizes)]
+    if protocol == "stream":
+        return [stride or 256 for _ in sizes]
+    return [stride or default_stride(size) for size in sizes]
+
+
+def _targets(protocol: str, sizes: Sequence[int], targets: int | None) -> int:
+    if protocol != "same-target":
+        return 0
+    if targets is None:
+        return min(2048, min(sizes) // 2)
+    require_whole("targets", targets, 1)
+    if targets > min(sizes) - 1:
+        raise ConfigError(f"targets {targets} don't fit an input of {min(sizes)} positions: at most {min(sizes) - 1}")
+    return targets
+
+
+def _row_settings(plan: Plan, i: int) -> dict[str, Any]:
+    if plan.protocol in BY_WINDOW:
+        return {"window": plan.sizes[i], "stride": plan.strides[i]}
+    return {"targets": plan.targets} if plan.protocol == "same-target" else {}
+
+
+def _start_token(tokenizer: Any, protocol: str, bos: Literal["auto", "always", "never"]) -> int | None:
+    if protocol not in ("stream", "rolling"):
+        return resolve_bos(tokenizer, bos)
+    if bos != "auto":
+        raise ConfigError(f"protocol {protocol!r} settles the start token itself: leave bos at auto")
+    if protocol == "stream":
+        return None
+    start_id: int | None = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if start_id is None:
+        raise ConfigError("protocol 'rolling' needs a tokenizer with a BOS or end-of-sequence token, this has neither")
+    return start_id
+
+
+class _Text(NamedTuple):
+    """Token ids of a text, the bytes that each adds, and the document that each is from, with its index there."""
+
+    ids: Tensor
+    size: NDArray[np.int32]
+    document: NDArray[np.int32]
+    token: NDArray[np.int32]
+
+
+def _joined(texts: Sequence[_Text]) -> _Text:
+    return _Text(
+        torch.cat([text.ids for text in texts]),
+        *(np.concatenate(parts) for parts in zip(*(text[1:] for text in texts), strict=True)),
+    )
+
+
+class _Job(NamedTuple):
+    """One forward pass: a window of text number ``text`` for the rows of ``size``."""
+
+    size: int
+    text: int
+    window: Window
+
+
+def _jobs(plan: Plan, sizes: Sequence[int], texts: Sequence[_Text], *, bos: bool) -> list[_Job]:
+    """Every window of every text, for each size."""
+    jobs = []
+    for size in sizes:
+        stride = plan.strides[plan.sizes.index(size)]
+        for i, text in enumerate(texts):
+            n_tokens = len(text.ids)
+            windows: Iterable[Window]
+            if plan.protocol == "prefix":
+                windows = [prefix_window(n_tokens, size, bos=bos)]
+            elif plan.protocol == "sliding":
+                windows = sliding_windows(n_tokens, size, stride, bos=bos)
+            elif plan.protocol == "stream":
+                windows = stream_windows(n_tokens, size, stride)
+            elif plan.protocol == "rolling":
+                windows = rolling_windows(n_tokens, size)
+            else:
+                windows = [target_window(n_tokens, size, plan.targets, bos=bos)]
+            jobs += [_Job(size, i, window) for window in windows if window.n_targets > 0]
+        if not any(job.size == size for job in jobs):
+            raise DataError(f"{sum(len(text.ids) for text in texts)} tokens are too few for a window of {size}")
+    return jobs
 
 
 def _select(
@@ -242,22 +321,24 @@ def _select(
     max_documents: int | None,
     max_tokens: int | None,
     min_tokens: int,
-    bos_id: int | None,
-) -> tuple[list[Document], list[Tensor], dict[str, int]]:
+    start_id: int | None,
+) -> tuple[list[Document], list[_Text], dict[str, int]]:
     """The documents to score, their tokens, and how many were skipped; reads no further than it must."""
     kept: list[Document] = []
-    tokens: list[Tensor] = []
+    texts: list[_Text] = []
     short = empty = longest = 0
     for document in documents:
         ids = tokenize(tokenizer, document.text)[:max_tokens]
         longest = max(longest, len(ids))
-        if len(ids) < (2 if bos_id is None else 1):
+        if len(ids) < (2 if start_id is None else 1):
             empty += 1
         elif len(ids) < min_tokens:
             short += 1
         else:
+            size = token_sizes(tokenizer, document.text)[: len(ids)]
+            token = np.arange(len(ids), dtype=np.int32)
+            texts.append(_Text(torch.tensor(ids), size, np.full_like(token, len(kept)), token))
             kept.append(document)
-            tokens.append(torch.tensor(ids, dtype=torch.long))
             if len(kept) == max_documents:
                 break
     if not kept:
@@ -265,59 +346,77 @@ def _select(
             f"no document has {max(min_tokens, 2)} tokens: the longest of {short + empty} has {longest}; "
             "ask for shorter lengths, lower min_tokens, or give longer documents"
         )
-    return kept, tokens, {"skipped_short": short, "skipped_empty": empty}
+    return kept, texts, {"skipped_short": short, "skipped_empty": empty}
 
 
 def _score(
     model: Any,
     jobs: Sequence[_Job],
     documents: Sequence[Document],
-    tokens: Sequence[Tensor],
-    bos_id: int | None,
+    texts: Sequence[_Text],
+    start_id: int | None,
     batch_size: int,
     progress: Callable[[int, int], None] | None,
-) -> dict[int, list[Tensor]]:
-    """For each size, and each document, the losses of its scored tokens in order."""
-    first = 0 if bos_id is not None else 1
-    losses = {job.size: [torch.empty(0)] * len(tokens) for job in jobs}
-    for job in jobs:  # the last window of a document tells how many of its tokens are scored
-        losses[job.size][job.document] = torch.empty(job.window.end - first)
-    bos = torch.tensor([] if bos_id is None else [bos_id], dtype=torch.long)
-    total = sum(job.length(bos_id) for job in jobs)
+    *,
+    feed_last: bool,
+) -> list[Tensor]:
+    """The losses of each job's targets."""
+    scores = [torch.empty(0)] * len(jobs)
+    start = torch.tensor([] if start_id is None else [start_id], dtype=torch.long)
+    total = sum(job.window.positions for job in jobs)
     done = 0
-    for batch in equal_batches(jobs, batch_size, key=lambda job: (job.length(bos_id), job.n_targets)):
-        ids = [torch.cat([bos, tokens[job.document][job.window.begin : job.window.end]]) for job in batch]
-        for job, nll in zip(batch, token_nll(model, torch.stack(ids), batch[0].n_targets), strict=True):
-            start = job.window.target_begin
+    batches = equal_batches(
+        enumerate(jobs), batch_size, key=lambda item: (item[1].window.positions, item[1].window.n_targets)
+    )
+    for batch in batches:
+        windows = [(texts[job.text].ids, job.window) for _, job in batch]
+        ids = [torch.cat([start[: window.started], text[window.begin : window.end]]) for text, window in windows]
+        losses = token_nll(model, torch.stack(ids), windows[0][1].n_targets, feed_last=feed_last)
+        for (i, job), nll in zip(batch, losses, strict=True):
             if not nll.isfinite().all():
-                position = start + int((~nll.isfinite()).nonzero()[0])
+                wrong = int((~nll.isfinite()).nonzero()[0])
+                text, token = texts[job.text], job.window.target_begin + wrong
                 raise CtxextError(
-                    f"document {documents[job.document].id!r}: the loss of token {position} is "
-                    f"{float(nll[position - start])}: the model's logits are not finite; check the patch, try float32"
+                    f"document {documents[text.document[token]].id!r}: the loss of token {text.token[token]} is "
+                    f"{float(nll[wrong])}: the model's logits are not finite; check the patch, try float32"
                 )
-            losses[job.size][job.document][start - first : job.window.end - first] = nll
-        done += sum(job.length(bos_id) for job in batch)
+            scores[i] = nll
+        done += sum(window.positions for _, window in windows)
         if progress is not None:
             progress(done, total)
-    return losses
+    return scores
 
 
-def _prefix_rows(lengths: Sequence[int], losses: Mapping[int, Sequence[Tensor]]) -> list[dict[str, Any]]:
+def _records(
+    documents: Sequence[Document], texts: Sequence[_Text], jobs: Sequence[_Job], scores: Sequence[Tensor], size: int
+) -> list[TokenLosses]:
+    """The scores of one size by document, windows in order."""
+    columns: list[list[NDArray[Any]]] = [[] for _ in range(6)]
+    for number, (job, nll) in enumerate(zip(jobs, scores, strict=True)):
+        if job.size != size:
+            continue
+        text, window = texts[job.text], job.window
+        own = slice(window.target_begin, window.end)
+        context = np.arange(window.context, window.context + window.n_targets, dtype=np.int32)
+        parts = (
+            text.document[own],
+            text.token[own],
+            nll.numpy(),
+            context,
+            np.full_like(context, number),
+            text.size[own],
+        )
+        for column, part in zip(columns, parts, strict=True):
+            column.append(part)
+    document, *arrays = (np.concatenate(column) for column in columns)
+    return [TokenLosses(documents[i].id, *(array[document == i] for array in arrays)) for i in range(len(documents))]
+
+
+def _prefix_rows(lengths: Sequence[int], losses: dict[int, list[TokenLosses]]) -> list[dict[str, Any]]:
     rows = []
-    for previous, length in zip([1, *lengths], lengths, strict=False):  # length L scores L - 1 tokens
-        own = losses.get(length, losses[max(losses)])
-        row = {"length": length} | _aggregate([nll[: length - 1] for nll in own])
-        last = _aggregate([nll[previous - 1 : length - 1] for nll in own])
+    for previous, length in zip([0, *lengths], lengths, strict=False):
+        records = losses.get(length, losses[max(losses)])
+        last = summarise(within(records, previous, length))
+        row = {"length": length, **summarise(within(records, 0, length))}
         rows.append(row | {f"{name}_last": last[name] for name in ("nll", "tokens", "perplexity")})
     return rows
-
-
-def _aggregate(losses: Sequence[Tensor]) -> dict[str, Any]:
-    """Documents, tokens, mean loss in nats and its exponential; sums in float64, so that no order of adding matters."""
-    from ctxext.evaluation.metrics import TokenPerplexity  # loads `evaluate`, which takes a second
-
-    scored = [nll for nll in losses if len(nll)]
-    metric = TokenPerplexity().compute(
-        nll_sum=[float(x.double().sum()) for x in scored], tokens=[len(x) for x in scored]
-    )
-    return {"documents": len(scored), **{name: metric[name] for name in ("tokens", "nll", "perplexity")}}

@@ -44,12 +44,15 @@ def bare_model(model: Any) -> Any:
 
 
 @torch.inference_mode()
-def token_nll(model: Any, input_ids: Tensor, n_targets: int, *, rows: int | None = None) -> Tensor:
+def token_nll(
+    model: Any, input_ids: Tensor, n_targets: int, *, rows: int | None = None, feed_last: bool = True
+) -> Tensor:
     """Negative log-likelihood of the last ``n_targets`` ids of every row, each given all ids before it.
 
     The decoder runs once without a key/value cache. The output head sees only the scored positions, ``rows`` of them
     at a time (default: ``SLICE_LOGITS`` logits), so ``[B, T, vocabulary]`` logits never exist; the cross-entropy is
-    taken in float32. Call ``check_head`` once per model first.
+    taken in float32. Call ``check_head`` once per model first. Without ``feed_last`` the last id is a target only, and
+    the input a position shorter.
 
     input_ids: ``[B, T]``, rows of equal length without padding. Returns ``[B, n_targets]`` float32 on the CPU, in nats.
     """
@@ -59,7 +62,8 @@ def token_nll(model: Any, input_ids: Tensor, n_targets: int, *, rows: int | None
     model = bare_model(model)
     ids = input_ids.to(model.device)
     head = model.get_output_embeddings()
-    hidden = model.get_decoder()(input_ids=ids, attention_mask=None, use_cache=False).last_hidden_state
+    fed = ids if feed_last else ids[:, :-1]
+    hidden = model.get_decoder()(input_ids=fed, attention_mask=None, use_cache=False).last_hidden_state
     hidden = hidden[:, length - 1 - n_targets : length - 1].flatten(0, 1)  # [B * n_targets, D]
     labels = ids[:, length - n_targets :].flatten()
     rows = rows or max(1, SLICE_LOGITS // _vocabulary_size(model))
