@@ -50,10 +50,8 @@ ROWS = (
         _config("dynamic-ntk", f"method.seq_len={LENGTH}"),
         ("-s", f"method.seq_len={LONG}"),
     ),
-    Row("dynamic-ntk-1", "Dynamic NTK, causal, factor 1", _config("dynamic-ntk", "method.factor=1")),
-    Row("dynamic-ntk-2", "Dynamic NTK, causal, factor 2", _config("dynamic-ntk", "method.factor=2")),
-    Row("dynamic-yarn-1", "Dynamic YaRN, causal, factor 1", _config("dynamic-yarn", "method.factor=1")),
-    Row("dynamic-yarn-2", "Dynamic YaRN, causal, factor 2", _config("dynamic-yarn", "method.factor=2")),
+    Row("dynamic-ntk", "Dynamic NTK, causal", _config("dynamic-ntk")),
+    Row("dynamic-yarn", "Dynamic YaRN, causal", _config("dynamic-yarn")),
     Row("dca", "DCA", _config("dca")),
     Row("dca-ntk-2x", "DCA + NTK x2", _config("dca-ntk-2x")),
 )
