@@ -133,7 +133,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def token_sizes(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
     """How many bytes each token of ``text`` adds to it in UTF-8; zeros if the tokenizer doesn't tell (slow ones)."""
-    if not tokenizer.is_fast:
+    if not getattr(tokenizer, "is_fast", False):
         return np.zeros(len(tokenize(tokenizer, text)), dtype=np.int32)
     encoded = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False, return_offsets_mapping=True)
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

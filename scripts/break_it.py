@@ -32,6 +32,9 @@ CORE = tuple(f"tests/test_{name}.py" for name in ("rope", "methods", "patching",
 ATTENTION = tuple(
     f"tests/test_{name}.py" for name in ("partition", "attention", "caches", "gradients", "attention_inputs", "saving")
 )
+EVALUATION = tuple(
+    f"tests/test_{name}.py" for name in ("protocols", "records", "statistics", "positions", "scoring", "perplexity")
+)
 FAULTS = (
     Fault("YaRN's ramp runs the other way", "ctxext/methods/yarn.py", "kept = 1 - (", "kept = 0 + (", CORE),
     Fault(
@@ -117,6 +120,55 @@ FAULTS = (
         "inv_freq, attention_factor = _scaled(self.method, self.spec, length)",
         "inv_freq, attention_factor = _scaled(self.method, self.spec, length - self.method.step)",
         ATTENTION,
+    ),
+    Fault(
+        "a token is taken to have one position more before it",
+        "ctxext/evaluation/perplexity.py",
+        "np.arange(window.context, window.context + window.n_targets, dtype=np.int32)",
+        "np.arange(window.context, window.context + window.n_targets, dtype=np.int32) + 1",
+        EVALUATION,
+    ),
+    Fault(
+        "the last window of a text is left short",
+        "ctxext/evaluation/protocols.py",
+        "Window(end - length - 1, end, scored, False)",
+        "Window(scored - 1, end, scored, False)",
+        EVALUATION,
+    ),
+    Fault(
+        "the target itself is fed to the model",
+        "ctxext/evaluation/scoring.py",
+        "fed = ids if feed_last else ids[:, :-1]",
+        "fed = ids",
+        EVALUATION,
+    ),
+    Fault(
+        "an interval takes tokens for independent",
+        "ctxext/evaluation/statistics.py",
+        "residuals = (x - value * n) / n.mean()",
+        "residuals = (x - value * n) / n.mean() / np.sqrt(n)",
+        EVALUATION,
+    ),
+    Fault(
+        "two methods are compared as if on different prompts",
+        "ctxext/evaluation/statistics.py",
+        "phi = product / math.sqrt(margins) if margins else 0.0",
+        "phi = 0.0",
+        EVALUATION,
+    ),
+    Fault(
+        "one bad stretch is taken for the end of reading",
+        "ctxext/evaluation/positions.py",
+        "if all(pair)",
+        "if any(pair)",
+        EVALUATION,
+    ),
+    Fault(
+        "perplexity is the mean over windows",
+        "ctxext/evaluation/records.py",
+        "metric = TokenPerplexity().compute(nll_sum=sums, tokens=tokens)",
+        "metric = TokenPerplexity().compute(nll_sum=_window_means(scored), tokens=[1] * len(_window_means(scored)))",
+        EVALUATION,
     ),
 )
 

@@ -353,6 +353,14 @@ def test_contradicting_arguments_are_one_line_errors(settings: dict[str, Any], m
     assert "\n" not in str(error.value)
 
 
+def test_a_stream_keeps_documents_of_one_token() -> None:
+    docs = [document(40, 1), Document("one", "7"), document(40, 2)]
+    result = evaluate(tiny.model(), docs, protocol="stream", windows=[30], stride=10)
+    assert result.counts["skipped_empty"] == 0
+    assert result.document_ids == ["doc-1", "one", "doc-2"]
+    assert {record.document: len(record) > 0 for record in result.losses[30]}["one"]
+
+
 def test_a_stream_without_a_window_is_an_error() -> None:
     with pytest.raises(DataError, match="90 tokens are too few for a window of 80"):
         evaluate(tiny.model(), DOCS[:1], protocol="stream", windows=[80], stride=16)

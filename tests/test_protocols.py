@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ctxext.config import PerplexitySection
 from ctxext.errors import ConfigError
 from ctxext.evaluation.protocols import (
     PROTOCOLS,
-    VERSIONS,
     default_stride,
     prefix_window,
     rolling_windows,
@@ -21,8 +22,8 @@ from ctxext.evaluation.protocols import (
 )
 
 
-def test_every_protocol_has_a_version() -> None:
-    assert set(VERSIONS) == set(PROTOCOLS)
+def test_the_configuration_knows_every_protocol() -> None:
+    assert set(get_args(PerplexitySection.model_fields["protocol"].annotation)) == set(PROTOCOLS)
 
 
 @given(n=st.integers(0, 400), window=st.integers(2, 80), bos=st.booleans(), data=st.data())

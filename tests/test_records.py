@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ctxext.evaluation.records import TokenLosses, exponential, summarise, within
+from ctxext.evaluation.records import TokenLosses, summarise, within
 
 
 def record(name: str, *windows: tuple[int, float], first: int = 0) -> TokenLosses:
@@ -56,5 +56,9 @@ def test_scores_are_chosen_by_what_stood_before_them() -> None:
 
 
 def test_a_perplexity_too_large_for_a_number_is_none() -> None:
-    assert exponential(1000.0) is None
     assert summarise([record("a", (10, 1000.0)), record("b", (10, 900.0), first=1)])["ci95"][1] is None
+
+
+def test_an_interval_of_few_documents_does_not_go_below_a_perplexity_of_one() -> None:
+    row = summarise([record("a", (10, 0.1)), record("b", (10, 2.0), first=1)])
+    assert row["ci95"][0] == 1.0

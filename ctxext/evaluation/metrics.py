@@ -10,7 +10,7 @@ import datasets
 import evaluate
 
 from ctxext.evaluation.passkey import score
-from ctxext.evaluation.records import exponential
+from ctxext.evaluation.statistics import exponential
 
 
 class _InMemoryMetric(evaluate.Metric):  # type: ignore[misc]  # the library has no types

@@ -20,7 +20,6 @@ from ctxext.errors import ConfigError, CtxextError, DataError, nearest
 from ctxext.evaluation.protocols import (
     BY_WINDOW,
     PROTOCOLS,
-    VERSIONS,
     Window,
     default_stride,
     prefix_window,
@@ -115,7 +114,9 @@ def evaluate_perplexity(
     check_length(model, max(plan.sizes))
     with evaluating(model) as cost:
         start_id = _start_token(tokenizer, protocol, bos)
-        kept, texts, skipped = _select(documents, tokenizer, max_documents, max_tokens, plan.min_tokens, start_id)
+        # In a stream a token is predicted from the document before.
+        least = 2 if start_id is None and protocol != "stream" else 1
+        kept, texts, skipped = _select(documents, tokenizer, max_documents, max_tokens, plan.min_tokens, least)
         sizes = plan.sizes[-1:] if protocol == "prefix" and one_pass else plan.sizes
         if protocol == "stream":
             texts = [_joined(texts)]
@@ -136,7 +137,7 @@ def evaluate_perplexity(
     if protocol == "same-target":
         settings["targets"] = plan.targets
     limits = {"max_documents": max_documents, "max_tokens": max_tokens, "min_tokens": plan.min_tokens}
-    version = VERSIONS[protocol]
+    version = PROTOCOLS[protocol]
     return PerplexityResult(
         rows=rows,
         protocol={"name": protocol, "version": version, **settings, **limits, "bos": bos, "bos_id": start_id},
@@ -321,16 +322,19 @@ def _select(
     max_documents: int | None,
     max_tokens: int | None,
     min_tokens: int,
-    start_id: int | None,
+    least: int,
 ) -> tuple[list[Document], list[_Text], dict[str, int]]:
-    """The documents to score, their tokens, and how many were skipped; reads no further than it must."""
+    """The documents to score, their tokens, and how many were skipped; reads no further than it must.
+
+    A document of fewer than ``least`` tokens has none that can be scored, and counts as empty.
+    """
     kept: list[Document] = []
     texts: list[_Text] = []
     short = empty = longest = 0
     for document in documents:
         ids = tokenize(tokenizer, document.text)[:max_tokens]
         longest = max(longest, len(ids))
-        if len(ids) < (2 if start_id is None else 1):
+        if len(ids) < least:
             empty += 1
         elif len(ids) < min_tokens:
             short += 1

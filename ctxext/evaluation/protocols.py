@@ -12,14 +12,13 @@ from typing import NamedTuple
 from ctxext.errors import ConfigError
 
 PROTOCOLS = {
-    "prefix": "One window per document, from its start; all rows come from one pass. The published tables of YaRN.",
-    "sliding": "Every token once, in overlapping windows. Press et al., Position Interpolation.",
-    "stream": "All documents as one text, a window every stride tokens, all of it scored. LongLoRA and DCA's tables.",
-    "rolling": "Every token once, in windows side by side. lm-evaluation-harness.",
-    "same-target": "The last tokens of each document, with ever more text before them.",
+    "prefix": 1,  # one window per document, from its start
+    "sliding": 1,  # every token once, in overlapping windows
+    "stream": 1,  # all documents as one text, a window every so many tokens, all of it scored
+    "rolling": 1,  # every token once, in windows side by side
+    "same-target": 1,  # the last tokens of each document, with ever more text before them
 }
-VERSIONS = {"prefix": 1, "sliding": 1, "stream": 1, "rolling": 1, "same-target": 1}
-"""Raised when a protocol's numbers change for the same text."""
+"""The version of each: raised when its numbers change for the same text."""
 
 BY_WINDOW = ("sliding", "stream")
 """Protocols that are given windows and a stride; the others are given lengths."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ctxext.evaluation.statistics import clustered_mean
+from ctxext.evaluation.statistics import clustered_mean, exponential
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def summarise(records: Sequence[TokenLosses], *, resamples: int = 2000, seed: in
     means = _window_means(scored)
     return {
         **row,
-        "ci95": None if estimate.ci95 is None else [exponential(bound) for bound in estimate.ci95],
+        # Of few documents t may reach below a loss of 0, which there is none of.
+        "ci95": None if estimate.ci95 is None else [exponential(max(0.0, bound)) for bound in estimate.ci95],
         "se_nll": estimate.se,
         "interval": estimate.method,
         "document_perplexity": exponential(float(np.mean([x / n for x, n in zip(sums, tokens, strict=True)]))),
@@ -76,14 +77,6 @@ def summarise(records: Sequence[TokenLosses], *, resamples: int = 2000, seed: in
         "bits_per_byte": math.fsum(sums) / math.log(2) / size if size else None,
         "compatible": {"windows": len(means), "window_mean_perplexity": exponential(math.fsum(means) / len(means))},
     }
-
-
-def exponential(nll: float) -> float | None:
-    """``exp(nll)``, None where that is too large for a float."""
-    try:
-        return math.exp(nll)
-    except OverflowError:
-        return None
 
 
 def _window_means(records: Sequence[TokenLosses]) -> list[float]:

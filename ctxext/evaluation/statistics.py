@@ -83,6 +83,14 @@ def wilson95(correct: int, trials: int) -> list[float]:
     return [float(interval.low), float(interval.high)]
 
 
+def exponential(nll: float) -> float | None:
+    """``exp(nll)``, None where that is too large for a float."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return None
+
+
 @dataclass(frozen=True)
 class PairedProportions:
     """Two methods on the same prompts: how many only one got right, and whether that can be chance.
