@@ -30,8 +30,8 @@ from transformers import DynamicCache
 import ctxext
 from ctxext.attention import engine
 from ctxext.data import load_documents, tokenize
+from ctxext.evaluation.files import write_json
 from ctxext.evaluation.perplexity import evaluate_perplexity
-from ctxext.evaluation.results import write_result
 
 MODEL = "builtin:smollm2-135m"
 DATASET = "builtin:python-docs"
@@ -65,7 +65,7 @@ def main(
         text = "not measured here" if value is None else f"{value:.{2 if unit else 3}f}{unit}"
         table.add_row(label, text, goal)
         if output is not None:  # after every figure: what is measured isn't lost if the rest fails
-            write_result(figures, output)
+            write_json(figures, output)
 
     if "static" in chosen:
         figures |= overhead(repeats, length, dtype, device)

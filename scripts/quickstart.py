@@ -20,9 +20,10 @@ from rich.table import Table
 
 import ctxext
 from ctxext.data import load_documents
+from ctxext.evaluation.files import write_json
 from ctxext.evaluation.passkey import evaluate_passkey
 from ctxext.evaluation.perplexity import evaluate_perplexity
-from ctxext.evaluation.results import result_record, write_result
+from ctxext.evaluation.results import result_record
 from ctxext.plotting import plot_comparison
 
 MODEL = "builtin:smollm2-135m"
@@ -71,7 +72,7 @@ def main(
 
     typer.echo(report)
     print_tables(results)
-    write_result(results, output / "quickstart.json")
+    write_json(results, output / "quickstart.json")
     plot_comparison(results, 8192, output / "quickstart.png")
     typer.echo(f"\nwrote {output / 'quickstart.json'} and {output / 'quickstart.png'}")
 

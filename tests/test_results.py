@@ -17,9 +17,10 @@ import torch
 
 import tiny
 from ctxext.errors import ConfigError
+from ctxext.evaluation.files import write_json
 from ctxext.evaluation.passkey import PasskeyResult
 from ctxext.evaluation.perplexity import PerplexityResult
-from ctxext.evaluation.results import result_record, write_result
+from ctxext.evaluation.results import result_record
 
 
 class Tokenizer:
@@ -110,7 +111,7 @@ def test_the_file_is_strict_json_even_for_numbers_that_json_lacks(tmp_path: Path
         "dtype": torch.bfloat16,
         "surrogate": "\ud800",
     }
-    write_result(odd, tmp_path / "r.json")
+    write_json(odd, tmp_path / "r.json")
     assert strict(tmp_path / "r.json") == {
         "nan": None,
         "infinite": [None, None],
@@ -127,7 +128,7 @@ def test_a_record_comes_back_as_it_was_written(
     tmp_path: Path, task: str, result: PerplexityResult | PasskeyResult
 ) -> None:
     record, path = record_of(task, result), tmp_path / "new" / "folder" / "result.json"
-    write_result(record, path)
+    write_json(record, path)
     assert strict(path) == record
     assert list(strict(path)) == list(record)
     assert path.read_text().endswith("}\n")
@@ -136,15 +137,15 @@ def test_a_record_comes_back_as_it_was_written(
 
 def test_the_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
     record = record_of("perplexity", PERPLEXITY)
-    write_result(record, tmp_path / "a.json")
-    write_result(record, tmp_path / "b.json")
+    write_json(record, tmp_path / "a.json")
+    write_json(record, tmp_path / "b.json")
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
 def test_an_existing_file_is_replaced_whole_or_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result.json"
-    write_result({"run": 1}, path)
-    write_result({"run": 2}, path)
+    write_json({"run": 1}, path)
+    write_json({"run": 2}, path)
     assert strict(path) == {"run": 2}
 
     def fail(*_: object) -> None:
@@ -152,27 +153,27 @@ def test_an_existing_file_is_replaced_whole_or_kept(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(ConfigError, match="No space left on device"):
-        write_result({"run": 3}, path)
+        write_json({"run": 3}, path)
     assert strict(path) == {"run": 2}
     assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
 
 
 def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it is a folder") as error:
-        write_result({}, tmp_path)
+        write_json({}, tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_a_parent_that_is_a_file_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="can't write the result") as error:
-        write_result({}, tmp_path / "file" / "deeper" / "result.json")
+    with pytest.raises(ConfigError, match="can't write") as error:
+        write_json({}, tmp_path / "file" / "deeper" / "result.json")
     assert "\n" not in str(error.value)
 
 
 def test_others_may_read_the_file_as_the_umask_says(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
-    write_result({}, tmp_path / "result.json")
+    write_json({}, tmp_path / "result.json")
     assert (tmp_path / "result.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
@@ -180,13 +181,13 @@ def test_a_link_stays_a_link_and_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
     real, link = tmp_path / "real.json", tmp_path / "link.json"
     real.write_text("{}")
     link.symlink_to(real)
-    write_result({"rows": []}, link)
+    write_json({"rows": []}, link)
     assert link.is_symlink()
     assert json.loads(real.read_text()) == {"rows": []}
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write_result({"rows": []}, pipe)
+    write_json({"rows": []}, pipe)
     assert json.loads(os.read(reader, 100)) == {"rows": []}
     os.close(reader)
     assert pipe.is_fifo()

@@ -232,14 +232,14 @@ def _finish(record: dict[str, Any], output: Path | None, *, as_json: bool) -> No
     import json
 
     from ctxext.cli.tables import print_record
-    from ctxext.evaluation.results import write_result
+    from ctxext.evaluation.files import write_json
 
     if as_json:
         typer.echo(json.dumps(record, indent=2, allow_nan=False))
     else:
         print_record(record)
     if output is not None:
-        write_result(record, output)
+        write_json(record, output)
         typer.echo(f"wrote {output}", err=True)
 
 

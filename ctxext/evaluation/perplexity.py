@@ -29,6 +29,7 @@ from ctxext.evaluation.protocols import (
     target_window,
 )
 from ctxext.evaluation.records import TokenLosses, summarise, within
+from ctxext.evaluation.runs import Run
 from ctxext.evaluation.scoring import (
     check_head,
     check_length,
@@ -45,7 +46,8 @@ from ctxext.evaluation.scoring import (
 class PerplexityResult:
     """Rows (one per length or window), the losses that they are made of, and what is needed to repeat them.
 
-    ``losses`` holds, for each length or window that was run, the records of every document.
+    ``losses`` holds, for each length or window that was run, the records of every document; ``parts`` are the ids of
+    the run's parts, in order.
     """
 
     rows: list[dict[str, Any]]
@@ -56,6 +58,7 @@ class PerplexityResult:
     wall_seconds: float
     peak_memory_bytes: int | None
     losses: dict[int, list[TokenLosses]] = field(default_factory=dict, repr=False)
+    parts: list[str] = field(default_factory=list, repr=False)
 
 
 def evaluate_perplexity(
@@ -74,6 +77,7 @@ def evaluate_perplexity(
     batch_size: int = 1,
     bos: Literal["auto", "always", "never"] = "auto",
     one_pass: bool = True,
+    run: Run | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> PerplexityResult:
     """Token-weighted perplexity of ``model`` on ``documents``, one row per length or window.
@@ -93,7 +97,8 @@ def evaluate_perplexity(
     Documents are cut to ``max_tokens`` and skipped, and counted, below ``min_tokens``. That is by default the longest
     length or window, so that every row scores the same documents (lower, a row scores what there is), and 1 for
     stream and rolling. Reading stops after ``max_documents``. Only windows of equal length share a batch, so nothing is
-    padded. ``progress`` is called with the tokens processed so far and in all.
+    padded. ``run`` keeps the losses of each window as they come, and has those of windows that were run before.
+    ``progress`` is called with the tokens processed so far and in all, by this process.
 
     Raises ConfigError for contradicting arguments, DataError if no document is long enough, UnsupportedModelError if
     the model's logits can't be computed in slices, CtxextError if a loss isn't finite.
@@ -123,7 +128,8 @@ def evaluate_perplexity(
         jobs = _jobs(plan, sizes, texts, bos=start_id is not None)
         check_head(model)
         feed_last = protocol != "rolling"  # whose inputs are as long as its targets
-        scores = _score(model, jobs, kept, texts, start_id, batch_size, progress, feed_last=feed_last)
+        run = run or Run()
+        scores = _score(model, jobs, kept, texts, start_id, batch_size, run, progress, feed_last=feed_last)
     losses = {size: _records(kept, texts, jobs, scores, size) for size in sizes}
 
     settings: dict[str, Any] = {"windows" if protocol in BY_WINDOW else "lengths": plan.sizes}
@@ -153,6 +159,7 @@ def evaluate_perplexity(
         wall_seconds=cost.wall_seconds,
         peak_memory_bytes=cost.peak_memory_bytes,
         losses=losses,
+        parts=_part_ids(jobs, kept, texts),
     )
 
 
@@ -353,6 +360,23 @@ def _select(
     return kept, texts, {"skipped_short": short, "skipped_empty": empty}
 
 
+def _part_ids(jobs: Sequence[_Job], documents: Sequence[Document], texts: Sequence[_Text]) -> list[str]:
+    """A name for each job's window that says all that its losses depend on besides the model and its tokens."""
+    hashes = [fingerprint([document])[:12] for document in documents]
+    joined = fingerprint(documents)[:12]
+    names = []
+    for job in jobs:
+        window, text = job.window, texts[job.text]
+        if len(texts) == len(documents):
+            number = int(text.document[0])
+            source = f"{documents[number].id}|{hashes[number]}"
+        else:
+            source = f"{len(documents)} documents|{joined}"
+        span = f"{window.begin}-{window.end}|{window.target_begin}" + ("|started" if window.started else "")
+        names.append(f"{job.size}|{span}|{source}")
+    return names
+
+
 def _score(
     model: Any,
     jobs: Sequence[_Job],
@@ -360,35 +384,41 @@ def _score(
     texts: Sequence[_Text],
     start_id: int | None,
     batch_size: int,
+    run: Run,
     progress: Callable[[int, int], None] | None,
     *,
     feed_last: bool,
 ) -> list[Tensor]:
     """The losses of each job's targets."""
-    scores = [torch.empty(0)] * len(jobs)
     start = torch.tensor([] if start_id is None else [start_id], dtype=torch.long)
-    total = sum(job.window.positions for job in jobs)
-    done = 0
+    names = _part_ids(jobs, documents, texts)
     batches = equal_batches(
-        enumerate(jobs), batch_size, key=lambda item: (item[1].window.positions, item[1].window.n_targets)
+        zip(names, jobs, strict=True), batch_size, key=lambda item: (item[1].window.positions, item[1].window.n_targets)
     )
-    for batch in batches:
+    own = run.share(batches, lambda item: item[0])
+    done, total = 0, sum(job.window.positions for batch in own for _, job in batch)
+    for batch in own:
         windows = [(texts[job.text].ids, job.window) for _, job in batch]
         ids = [torch.cat([start[: window.started], text[window.begin : window.end]]) for text, window in windows]
         losses = token_nll(model, torch.stack(ids), windows[0][1].n_targets, feed_last=feed_last)
-        for (i, job), nll in zip(batch, losses, strict=True):
-            if not nll.isfinite().all():
-                wrong = int((~nll.isfinite()).nonzero()[0])
-                text, token = texts[job.text], job.window.target_begin + wrong
-                raise CtxextError(
-                    f"document {documents[text.document[token]].id!r}: the loss of token {text.token[token]} is "
-                    f"{float(nll[wrong])}: the model's logits are not finite; check the patch, try float32"
-                )
-            scores[i] = nll
+        for (name, job), nll in zip(batch, losses, strict=True):
+            _check_finite(nll, job, documents, texts[job.text])
+            run.add(name, {"size": job.size, "tokens": len(nll)}, nll.numpy())
         done += sum(window.positions for _, window in windows)
         if progress is not None:
             progress(done, total)
-    return scores
+    parts = run.collect()
+    return [torch.from_numpy(np.array(parts[name].losses)) for name in names]
+
+
+def _check_finite(nll: Tensor, job: _Job, documents: Sequence[Document], text: _Text) -> None:
+    if not nll.isfinite().all():
+        wrong = int((~nll.isfinite()).nonzero()[0])
+        token = job.window.target_begin + wrong
+        raise CtxextError(
+            f"document {documents[text.document[token]].id!r}: the loss of token {text.token[token]} is "
+            f"{float(nll[wrong])}: the model's logits are not finite; check the patch, try float32"
+        )
 
 
 def _records(

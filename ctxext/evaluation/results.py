@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import platform
-import secrets
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ctxext.errors import ConfigError
+from ctxext.evaluation.files import plain
 from ctxext.evaluation.passkey import PasskeyResult
 from ctxext.evaluation.perplexity import PerplexityResult
 from ctxext.evaluation.scoring import bare_model
@@ -73,32 +68,7 @@ def result_record(
         record["dataset"] = {"id": dataset_id, "fingerprint": fingerprint, "document_ids": ids}
     else:
         record["samples"] = result.samples
-    return _plain(record)  # type: ignore[no-any-return]  # a mapping comes back as a dict
-
-
-def write_result(record: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write ``record`` to ``path`` as JSON, whole or not at all; parent folders are created.
-
-    Numbers that JSON doesn't have (NaN, infinities) become null. Raises ConfigError if the file can't be written.
-    """
-    target = Path(path)
-    if target.is_dir():
-        raise ConfigError(f"can't write the result to {target}: it is a folder, give a file name")
-    text = json.dumps(_plain(record), indent=2, allow_nan=False) + "\n"
-    target = target.resolve()  # a link stays a link
-    if target.exists() and not target.is_file():  # a device or a pipe
-        target.write_text(text, encoding="utf-8")
-        return
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8", newline="\n")
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"can't write the result to {target}: {error.strerror or error}") from error
+    return plain(record)  # type: ignore[no-any-return]  # a mapping comes back as a dict
 
 
 def _versions() -> dict[str, str | None]:
@@ -114,18 +84,3 @@ def _versions() -> dict[str, str | None]:
 def _device_name(model: Any) -> str:
     device = torch.device(getattr(model, "device", "cpu"))
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
-
-
-def _plain(value: Any) -> Any:
-    """``value`` in JSON's types: mappings, lists, text, finite numbers, null."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # tensors, numpy arrays and scalars
-        return _plain(value.tolist())
-    return str(value)
