@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +28,15 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 import ctxext
 import tiny
 from ctxext.errors import ConfigError
-from ctxext.evaluation import passkey
-from ctxext.evaluation.passkey import PasskeySample, ReusedPrefix, build_sample, evaluate_passkey, score
+from ctxext.evaluation import answering, haystack, passkey, prompts
+from ctxext.evaluation.haystack import build_prompt
+from ctxext.evaluation.passkey import PasskeyResult, score
+from ctxext.evaluation.passkey import evaluate_passkey as evaluate
+from ctxext.evaluation.prompts import Prompt
 
 DEPTHS = (0.0, 0.1, 0.5, 0.83, 1.0)
-CORPUS = [passkey.INSTRUCTION, *passkey.FILLER, passkey.NEEDLE, passkey.QUESTION, "0 1 2 3 4 5 6 7 8 9 2024 1999"]
+CORPUS = [haystack.INSTRUCTION, *haystack.FILLER, haystack.NEEDLE, haystack.QUESTION, "0 1 2 3 4 5 6 7 8 9 2024 1999"]
+CORPUS += [haystack.NAMED_NEEDLE, haystack.NAMED_QUESTION, " ".join(haystack.NAMES)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -97,8 +104,8 @@ def bpe() -> PreTrainedTokenizerFast:
     return byte_level_bpe()
 
 
-def sample_of(tokenizer: Any, **changes: Any) -> PasskeySample:
-    return build_sample(tokenizer, **{"length": 1024, "depth": 0.5, "trial": 0, "seed": 0} | changes)
+def sample_of(tokenizer: Any, **changes: Any) -> Prompt:
+    return build_prompt(tokenizer, **{"length": 1024, "depth": 0.5, "trial": 0, "seed": 0} | changes)
 
 
 class Stub:
@@ -114,12 +121,17 @@ class Stub:
         return torch.cat([input_ids, torch.tensor([self.answer(row) for row in input_ids.tolist()])], dim=1)
 
 
-def copier(tokenizer: Any, samples: Iterable[PasskeySample], after: str = "") -> Stub:
-    keys = {tuple(sample.input_ids): sample.key for sample in samples}
+def evaluate_passkey(model: Any, tokenizer: Any, **settings: Any) -> PasskeyResult:
+    """What the model says by itself: a stub has no logits."""
+    return evaluate(model, tokenizer, **{"answers": "generated"} | settings)
+
+
+def copier(tokenizer: Any, samples: Iterable[Prompt], after: str = "") -> Stub:
+    keys = {tuple(sample.input_ids): sample.answers[0] for sample in samples}
     return Stub(lambda row: tokenizer(f" {keys[tuple(row)]}{after}", add_special_tokens=False).input_ids)
 
 
-def grid(tokenizer: Any, lengths: Iterable[int], depths: Iterable[float], trials: int) -> list[PasskeySample]:
+def grid(tokenizer: Any, lengths: Iterable[int], depths: Iterable[float], trials: int) -> list[Prompt]:
     return [
         sample_of(tokenizer, length=length, depth=depth, trial=trial)
         for length in lengths
@@ -131,7 +143,7 @@ def grid(tokenizer: Any, lengths: Iterable[int], depths: Iterable[float], trials
 @pytest.mark.parametrize("length", [512, 777, 1024, 1801, 4096])
 def test_prompt_and_answer_fill_the_length_to_within_24_tokens(tokenizer: Any, length: int) -> None:
     for sample in grid(tokenizer, [length], DEPTHS, 2):
-        answer = len(tokenizer(sample.key, add_special_tokens=False).input_ids)
+        answer = len(tokenizer(sample.answers[0], add_special_tokens=False).input_ids)
         assert sample.max_new_tokens == answer + 8
         assert length - 24 < len(sample.input_ids) + sample.max_new_tokens <= length
 
@@ -151,10 +163,10 @@ def test_the_prompt_is_the_whole_text_tokenised_at_once(tokenizer: Any) -> None:
 def test_the_prompt_is_instruction_filler_needle_filler_question(tokenizer: Any) -> None:
     for sample in grid(tokenizer, [900], DEPTHS, 1):
         text = squeezed(tokenizer.decode(sample.input_ids, skip_special_tokens=True))
-        before, after = text.split(squeezed(passkey.NEEDLE.format(key=sample.key)))
-        filler = (before + after).removeprefix(squeezed(passkey.INSTRUCTION)).removesuffix(squeezed(passkey.QUESTION))
+        before, after = text.split(squeezed(haystack.NEEDLE.format(key=sample.answers[0])))
+        filler = (before + after).removeprefix(squeezed(haystack.INSTRUCTION)).removesuffix(squeezed(haystack.QUESTION))
         n = filler.count(".")
-        assert filler == squeezed("".join((passkey.FILLER * 100)[:n]))
+        assert filler == squeezed("".join((haystack.FILLER * 100)[:n]))
 
 
 def squeezed(text: str) -> str:
@@ -165,7 +177,7 @@ def squeezed(text: str) -> str:
 def test_the_key_stands_exactly_twice_in_the_prompt_and_nowhere_else(tokenizer: Any) -> None:
     for sample in grid(tokenizer, [600], DEPTHS, 10):
         text = tokenizer.decode(sample.input_ids, skip_special_tokens=True).replace(" ", "")
-        assert text.count(sample.key) == 2
+        assert text.count(sample.answers[0]) == 2
         assert sum(character.isdigit() for character in text) == 10
 
 
@@ -177,24 +189,29 @@ def test_the_prompt_does_not_end_in_whitespace(tokenizer: Any) -> None:
 
 def test_needle_start_points_at_the_needle(tokenizer: Any) -> None:
     for sample in grid(tokenizer, [700, 2000], DEPTHS, 2):
-        before, rest = sample.input_ids[: sample.needle_start], sample.input_ids[sample.needle_start :]
+        before, rest = (
+            sample.input_ids[: sample.details["needle_start"]],
+            sample.input_ids[sample.details["needle_start"] :],
+        )
         text = tokenizer.decode(rest).lstrip().replace(" ", "")
-        assert text.startswith(f"Thepasskeyis{sample.key}.")
-        assert sample.key not in tokenizer.decode(before).replace(" ", "")
+        assert text.startswith(f"Thepasskeyis{sample.answers[0]}.")
+        assert sample.answers[0] not in tokenizer.decode(before).replace(" ", "")
         assert tokenizer.decode(before).rstrip().endswith(".")
 
 
 def test_realised_depth_is_within_one_sentence_of_the_request(tokenizer: Any) -> None:
     for sample in grid(tokenizer, [2000], [i / 10 for i in range(11)], 1):
-        assert sample.depth_realised == pytest.approx(sample.depth, abs=23 / 1500)  # 23 tokens of at least 1500
+        assert sample.details["depth_realised"] == pytest.approx(
+            sample.details["depth"], abs=23 / 1500
+        )  # 23 tokens of at least 1500
 
 
 def test_depth_zero_follows_the_instruction_and_depth_one_precedes_the_question(tokenizer: Any) -> None:
     first, last = (sample_of(tokenizer, depth=depth) for depth in (0, 1))
     texts = [squeezed(tokenizer.decode(sample.input_ids, skip_special_tokens=True)) for sample in (first, last)]
-    needles = [squeezed(passkey.NEEDLE.format(key=sample.key)) for sample in (first, last)]
-    assert texts[0].startswith(squeezed(passkey.INSTRUCTION) + needles[0])
-    assert texts[1].endswith(needles[1] + squeezed(passkey.QUESTION))
+    needles = [squeezed(haystack.NEEDLE.format(key=sample.answers[0])) for sample in (first, last)]
+    assert texts[0].startswith(squeezed(haystack.INSTRUCTION) + needles[0])
+    assert texts[1].endswith(needles[1] + squeezed(haystack.QUESTION))
 
 
 def test_no_special_token_but_one_leading_bos_is_in_the_prompt(bpe: Any) -> None:
@@ -202,11 +219,11 @@ def test_no_special_token_but_one_leading_bos_is_in_the_prompt(bpe: Any) -> None
         ids = sample_of(bpe, bos=policy).input_ids
         assert [token for token in ids if token in bpe.all_special_ids] == bos
         assert ids[: len(bos)] == bos
-    assert sample_of(bpe, bos="never").needle_start == sample_of(bpe).needle_start - 1
+    assert sample_of(bpe, bos="never").details["needle_start"] == sample_of(bpe).details["needle_start"] - 1
 
 
 def test_keys_have_five_digits_and_differ_between_trials(bpe: Any) -> None:
-    keys = [sample_of(bpe, length=400, trial=trial, seed=seed).key for trial in range(60) for seed in range(3)]
+    keys = [sample_of(bpe, length=400, trial=trial, seed=seed).answers[0] for trial in range(60) for seed in range(3)]
     assert all(len(key) == 5 and 10_000 <= int(key) <= 99_999 for key in keys)
     assert len(set(keys)) > 170
 
@@ -219,13 +236,13 @@ BUILD = """
 import json, sys
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
-from ctxext.evaluation.passkey import build_sample
+from ctxext.evaluation.haystack import build_prompt
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(sys.stdin.read()), bos_token="<s>")
 samples = [
-    build_sample(tokenizer, length=length, depth=depth, trial=trial, seed=7)
+    build_prompt(tokenizer, length=length, depth=depth, trial=trial, seed=7)
     for length, depth, trial in json.loads(sys.argv[1])
 ]
-print(json.dumps([[sample.id, sample.key, sample.sha256] for sample in samples]))
+print(json.dumps([[sample.id, sample.answers[0], sample.sha256] for sample in samples]))
 """
 
 
@@ -238,19 +255,20 @@ def test_samples_are_the_same_in_every_process_and_order(bpe: Any) -> None:
         command, input=bpe.backend_tokenizer.to_str(), env=environment, capture_output=True, text=True, check=True
     )
     there = json.loads(run.stdout)
-    assert there == [[sample.id, sample.key, sample.sha256] for sample in here[::-1]]
+    assert there == [[sample.id, sample.answers[0], sample.sha256] for sample in here[::-1]]
 
 
-def test_building_a_16k_prompt_tokenises_no_more_than_three_times_its_text(
+def test_building_a_16k_prompt_tokenises_no_more_than_four_times_its_text(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    real = passkey.tokenize
-    monkeypatch.setattr(passkey, "tokenize", lambda t, text: read.append(len(text)) or real(t, text))
+    real = haystack.tokenize
+    for module in (haystack, prompts):
+        monkeypatch.setattr(module, "tokenize", lambda t, text: read.append(len(text)) or real(t, text))
     for depth in (0.0, 0.5, 1.0):
         read.clear()
         sample_of(tokenizer, length=16384, depth=depth)
-        assert sum(read) < 3 * max(read)
+        assert sum(read) < 4 * max(read)
 
 
 @pytest.mark.parametrize("length", [1, 20, 40])
@@ -270,7 +288,7 @@ def test_the_shortest_length_that_the_error_names_works(tokenizer: Any) -> None:
     assert fits
 
 
-def attempt(tokenizer: Any, length: int) -> PasskeySample | ConfigError:
+def attempt(tokenizer: Any, length: int) -> Prompt | ConfigError:
     try:
         return sample_of(tokenizer, length=length)
     except ConfigError as error:
@@ -349,8 +367,8 @@ def test_rows_and_records_say_what_was_asked_and_answered(bpe: Any) -> None:
     assert [record["id"] for record in result.samples] == [sample.id for sample in samples]
     first, sample = result.samples[0], samples[0]
     assert first["prompt_sha256"] == sample.sha256
-    assert (first["prompt_tokens"], first["needle_start"]) == (len(sample.input_ids), sample.needle_start)
-    assert (first["key"], first["answer"], first["correct"]) == (sample.key, f" {sample.key}", True)
+    assert (first["prompt_tokens"], first["needle_start"]) == (len(sample.input_ids), sample.details["needle_start"])
+    assert (first["key"], first["answer"], first["correct"]) == (sample.answers[0], f" {sample.answers[0]}", True)
 
 
 def test_batches_hold_prompts_of_equal_length_and_change_nothing(bpe: Any) -> None:
@@ -395,7 +413,7 @@ def test_a_tokenizer_that_cannot_spell_the_key_is_refused() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.train_from_iterator(CORPUS[:-1], trainers.WordLevelTrainer(special_tokens=["<unk>"]))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-    with pytest.raises(ConfigError, match="can't spell the key"):
+    with pytest.raises(ConfigError, match="can't spell the answer"):
         evaluate_passkey(Stub(lambda row: []), fast, lengths=[512])
 
 
@@ -527,7 +545,8 @@ def test_a_prefix_in_common_is_read_once_and_changes_no_answer(
     shared = evaluate_passkey(model, tokenizer, **settings)
     shared_tokens = sum(read)
     read.clear()
-    monkeypatch.setattr(ReusedPrefix, "works_for", staticmethod(lambda model: False))
+    for module in (answering, passkey):
+        monkeypatch.setattr(module, "shares_prefixes", lambda model: False)
     alone = evaluate_passkey(model, tokenizer, **settings)
     assert (shared.protocol["reuses_prefix"], alone.protocol["reuses_prefix"]) == (True, False)
     assert [sample["answer"] for sample in shared.samples] == [sample["answer"] for sample in alone.samples]
@@ -535,6 +554,166 @@ def test_a_prefix_in_common_is_read_once_and_changes_no_answer(
 
 
 def test_caches_that_cannot_be_cut_back_are_not_reused() -> None:
-    assert ReusedPrefix.works_for(tiny.model())
-    assert not ReusedPrefix.works_for(tiny.model("mistral", sliding_window=16))
-    assert not ReusedPrefix.works_for(Stub(lambda row: []))
+    assert answering.shares_prefixes(tiny.model())
+    assert not answering.shares_prefixes(tiny.model("mistral", sliding_window=16))
+    assert not answering.shares_prefixes(Stub(lambda row: []))
+
+
+@pytest.mark.parametrize(
+    ("length", "depth", "trial", "key", "start", "sha256"),
+    [
+        (512, 0.5, 0, "61184", 243, "9a89ee62ba160cc7c97b2f681a3f25058f8465434227d09d3cf2ddf71e95440b"),
+        (2048, 0.1, 3, "73203", 222, "d5256519a4f0194055337d0fb27f1f45007502e2a6df622778ddd0c32ab3be69"),
+    ],
+)
+def test_prompts_of_this_version_never_change(
+    length: int, depth: float, trial: int, key: str, start: int, sha256: str
+) -> None:
+    sample = sample_of(smollm2(), length=length, depth=depth, trial=trial)
+    assert haystack.PROMPT_VERSION == "passkey-v1"
+    assert (sample.answers, sample.details["needle_start"], sample.sha256) == ((key,), start, sha256)
+
+
+METHODS = [None, ctxext.YaRN(factor=4), ctxext.DynamicYaRN(), ctxext.DCA()]
+NAMES = ["plain", "yarn", "dynamic_yarn", "dca"]
+
+
+def forced_by_hand(model: Any, prompt: Prompt) -> tuple[float, bool]:
+    ids = prompt.input_ids[: prompt.forced_start] + prompt.forced_ids
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -len(prompt.forced_ids) - 1 : -1]
+    answer = torch.tensor(prompt.forced_ids)
+    nll = -logits.log_softmax(-1)[torch.arange(len(answer)), answer].mean()
+    return float(nll), bool((logits.argmax(-1) == answer).all())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_the_forced_answer_is_scored_from_the_reading_that_the_generated_one_goes_on_from(
+    method: ctxext.Method | None, batch_size: int
+) -> None:
+    tokenizer, model = characters(), tiny.model(max_position_embeddings=256)
+    if method is not None:
+        ctxext.patch(model, method)
+    settings: dict[str, Any] = {"lengths": [400, 512], "depths": (0.1, 0.9), "trials": 2, "batch_size": batch_size}
+    read = []
+    hook = model.get_decoder().embed_tokens.register_forward_hook(
+        lambda module, args, out: read.append(args[0].numel())
+    )
+    both = evaluate(model, tokenizer, **settings)
+    hook.remove()
+    alone = evaluate(model, tokenizer, **settings, answers="generated")
+    forced = evaluate(model, tokenizer, **settings, answers="forced")
+    assert [sample["answer"] for sample in both.samples] == [sample["answer"] for sample in alone.samples]
+    samples = grid(tokenizer, [400, 512], (0.1, 0.9), 2)
+    # Each prompt is read once at most, and then token by token.
+    assert sum(read) < sum(len(prompt.input_ids) + len(prompt.forced_ids) + 2 * 14 for prompt in samples) + 8
+    for prompt, one, other in zip(samples, both.samples, forced.samples, strict=True):
+        nll, match = forced_by_hand(model, prompt)
+        for record in (one, other):
+            assert record["answer_nll"] == pytest.approx(nll, abs=3e-4)  # rounded to four decimals
+            assert record["greedy_match"] is match
+        assert other["correct"] is match
+        assert "answer" not in other
+
+
+def test_a_forced_answer_that_is_the_likeliest_counts_as_right() -> None:
+    tokenizer, model = characters(), tiny.model(max_position_embeddings=1024)
+    [prompt] = grid(tokenizer, [330], (0.5,), 1)
+    answer = greedy_by_hand(model, prompt.input_ids, 6, end=-1)
+    likely = dataclasses.replace(prompt, forced_ids=answer, answers=(tokenizer.decode(answer),))
+    with torch.no_grad():
+        [record] = answering.answer_prompts(model, tokenizer, [likely], lambda p, text: {}, generated=False)
+    assert (record["greedy_match"], record["correct"]) == (True, True)
+    other = dataclasses.replace(likely, forced_ids=[*answer[:-1], (answer[-1] + 1) % 64])
+    other = dataclasses.replace(other, answers=(tokenizer.decode(other.forced_ids),))
+    with torch.no_grad():
+        [record] = answering.answer_prompts(model, tokenizer, [other], lambda p, text: {}, generated=False)
+    assert (record["greedy_match"], record["correct"]) == (False, False)
+
+
+def test_a_prompt_that_fails_counts_as_wrong_and_the_rest_goes_on(bpe: Any) -> None:
+    samples = grid(bpe, [512, 600], (0.1, 0.5), 2)
+    right = copier(bpe, samples)
+
+    def answer(row: list[int]) -> list[int]:
+        if len(row) > 550:
+            raise torch.OutOfMemoryError("no memory left\nwith details")
+        return right.answer(row)
+
+    result = evaluate_passkey(Stub(answer), bpe, lengths=[512, 600], depths=(0.1, 0.5), trials=2)
+    assert [(row["correct"], row["trials"], row["errors"]) for row in result.rows] == [(2, 2, 0)] * 2 + [(0, 2, 2)] * 2
+    assert result.counts["errors"] == 4
+    assert result.samples[-1]["error"] == "OutOfMemoryError: no memory left"
+
+
+def test_distractors_are_other_peoples_keys_at_depths_of_their_own(tokenizer: Any) -> None:
+    for trial in range(4):
+        prompt = sample_of(tokenizer, distractors=3, trial=trial)
+        text = squeezed(tokenizer.decode(prompt.input_ids, skip_special_tokens=True))
+        keys = re.findall("[0-9]{5}", text)
+        assert sorted(Counter(keys).values()) == [2, 2, 2, 2]
+        name = re.search(r"Whatisthepasskeyof(\w+)\?", text).group(1)  # type: ignore[union-attr]
+        assert re.search(rf"Thepasskeyof{name}is([0-9]+)\.", text).group(1) == prompt.answers[0]  # type: ignore[union-attr]
+        assert 1024 - 24 < len(prompt.input_ids) + prompt.max_new_tokens <= 1024
+        rest = squeezed(tokenizer.decode(prompt.input_ids[prompt.details["needle_start"] :]))
+        assert rest.startswith(f"Thepasskeyof{name}is{prompt.answers[0]}")
+
+
+def test_keys_can_be_hidden_in_a_text(tokenizer: Any) -> None:
+    sentences = [f"We walk the road number {i} on and on, and the grass is green." for i in range(10_000, 10_200)]
+    filler = haystack.text_filler("walk", " ".join(sentences) + "\n\nThe sun is warm")
+    assert filler.sentences[-1] == "The sun is warm"
+    assert list(filler.sentences[:-1]) == sentences
+    for depth in (0.0, 0.4, 1.0):
+        prompt = sample_of(tokenizer, filler=filler, depth=depth)
+        assert 1024 - 24 < len(prompt.input_ids) + prompt.max_new_tokens <= 1024
+        text = squeezed(tokenizer.decode(prompt.input_ids, skip_special_tokens=True))
+        assert text.count(prompt.answers[0]) == 2
+        assert prompt.details["depth_realised"] == pytest.approx(depth, abs=0.06)
+    with pytest.raises(ConfigError, match="used up before"):
+        sample_of(tokenizer, filler=haystack.text_filler("short", "The sun is warm."))
+
+
+def test_a_key_that_the_filler_holds_is_not_taken(bpe: Any) -> None:
+    key = sample_of(bpe).answers[0]
+    filler = haystack.text_filler("trap", f"The number {key} is no key. " * 200)
+    prompt = sample_of(bpe, filler=filler)
+    assert prompt.answers[0] != key
+    assert bpe.decode(prompt.input_ids).count(prompt.answers[0]) == 2
+
+
+def test_controls_are_short_prompts_with_and_without_the_key(bpe: Any) -> None:
+    short = [sample_of(bpe, length=512, trial=-1 - i) for i in range(3)]
+    long = grid(bpe, [700], (0.5,), 2)
+    knowing = copier(bpe, [*short, *long])
+    guess = bpe(" 12345", add_special_tokens=False).input_ids
+    known = {tuple(prompt.input_ids) for prompt in [*short, *long]}
+    model = Stub(lambda row: knowing.answer(row) if tuple(row) in known else guess)
+    result = evaluate_passkey(model, bpe, lengths=[700], depths=(0.5,), trials=2, controls=3)
+    controls = result.summary["controls"]
+    assert (controls["short"]["correct"], controls["short"]["trials"]) == (3, 3)
+    assert (controls["no_needle"]["correct"], controls["no_needle"]["trials"]) == (0, 3)
+    assert result.summary["floor"] is False
+    assert result.rows[0]["trials"] == 2
+    for record in result.samples[3:6]:
+        [key] = record["answers"]
+        assert key not in bpe.decode(sample_of(bpe, length=512, trial=record["trial"], needle=False).input_ids)
+    never = evaluate_passkey(Stub(lambda row: guess), bpe, lengths=[700], depths=(0.5,), trials=2, controls=3)
+    assert never.summary["floor"] is True
+
+
+def test_reach_ends_at_the_first_length_or_distance_that_fails(bpe: Any) -> None:
+    samples = grid(bpe, [512, 600, 700], (0.1, 0.5, 0.9), 1)
+    right = copier(bpe, samples)
+    lost = {(600, 0.1), (700, 0.5), (700, 0.1)}
+    missed = {tuple(s.input_ids) for s in samples if (s.length, s.details["depth"]) in lost}
+    model = Stub(lambda row: [1] if tuple(row) in missed else right.answer(row))
+    result = evaluate_passkey(model, bpe, lengths=[512, 600, 700], depths=(0.1, 0.5, 0.9), trials=1)
+    assert result.summary["effective_length"] == 512
+    distances = {(row["length"], row["depth"]): row["distance"] for row in result.rows}
+    assert [k["1.0"] for k in result.summary["k_max"]] == [
+        distances[512, 0.1],
+        distances[600, 0.5],
+        distances[700, 0.9],
+    ]

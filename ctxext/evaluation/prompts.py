@@ -41,14 +41,16 @@ class Prompt:
         return hashlib.sha256(" ".join(map(str, self.input_ids)).encode()).hexdigest()
 
 
-def forced_answer(tokenizer: Any, text: str, answer: str, start: Sequence[int] = ()) -> tuple[list[int], int]:
+def forced_answer(
+    tokenizer: Any, text: str, ids: Sequence[int], answer: str, start: Sequence[int] = ()
+) -> tuple[list[int], int]:
     """The token ids that spell ``answer`` behind the prompt ``text``, and where they start among the prompt's.
 
-    The two are tokenised together, as a model would have read them in training. ``start`` holds the ids before the text
-    (BOS), which count in the position.
+    The two are tokenised together, as a model would have read them in training. ``ids`` are those of ``text`` alone,
+    ``start`` the ids before it (BOS), which count in the position.
     """
-    alone, together = tokenize(tokenizer, text), tokenize(tokenizer, text + answer)
-    common = common_prefix(alone, together)
+    together = tokenize(tokenizer, text + answer)
+    common = common_prefix(ids, together)
     return together[common:], len(start) + common
 
 
