@@ -51,11 +51,14 @@ class PerplexitySection(Section):
     """Perplexity of documents."""
 
     dataset: str = Field(
-        "builtin:python-docs", description="Hub id, file, folder, builtin:python-docs or builtin:python-stdlib."
+        "builtin:python-docs",
+        description="Hub id, pg19, proofpile, govreport, wikitext, file, folder, builtin:python-docs or "
+        "builtin:python-stdlib.",
     )
+    dataset_revision: str | None = None
     config_name: str | None = None
     split: str | None = None
-    text_column: str = "text"
+    text_column: str | None = None
     protocol: Literal["prefix", "sliding", "stream", "rolling", "same-target"] = "prefix"
     length: Lengths = ()
     window: Lengths = ()

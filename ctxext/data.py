@@ -1,25 +1,29 @@
 """Evaluation text: documents from a builtin, local files or the hub, and their tokens.
 
-Which parts of a document are scored is decided in ``evaluation.perplexity``.
+The short names of data sets on the hub are in ``aliases``. Which parts of a document are scored is decided in
+``evaluation.perplexity``.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import logging
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
 
 import numpy as np
 from datasets import load_dataset
 from numpy.typing import NDArray
 
+from ctxext.aliases import ALIASES, HubSource, articles
 from ctxext.errors import ConfigError, DataError, nearest
 from ctxext.models import explain, looks_like_path, model_id
 
@@ -33,6 +37,7 @@ _NOT_STDLIB = {"__pycache__", "distutils", "ensurepip", "idlelib", "lib2to3", "p
 _NOT_STDLIB |= {"dist-packages", "test", "tests", "tkinter", "turtledemo", "venv"}
 _LOADERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 _SPLITS = ("test", "validation", "train")
+_TOKEN_IDS = ("input_ids", "tokens")  # what columns of token ids are called
 _POLICIES = ("auto", "always", "never")
 
 
@@ -45,7 +50,12 @@ class Document:
 
 
 def load_documents(
-    dataset: str, *, config_name: str | None = None, split: str | None = None, text_column: str = "text"
+    dataset: str,
+    *,
+    config_name: str | None = None,
+    split: str | None = None,
+    text_column: str | None = None,
+    revision: str | None = None,
 ) -> Iterator[Document]:
     """Stream the documents of ``dataset`` in a fixed order.
 
@@ -60,14 +70,20 @@ def load_documents(
               first (ties by name). They differ between Python versions too.
             - a ``.txt`` file (one document), a ``.jsonl`` or ``.parquet`` file (one document a row), or a folder of
               them (sorted by name, without its subfolders).
+            - ``pg19``, ``proofpile``, ``govreport`` or ``wikitext``: the test split of PG-19, the proof-pile,
+              GovReport and WikiText-103 (raw, its lines joined into articles), from a fixed commit on the hub
+              (:data:`ctxext.aliases.ALIASES`). A file or folder of that name in the working directory comes first.
             - a hub id.
         config_name: configuration of a hub data set.
         split: split of a hub data set; by default the first of test, validation, train that it has. The split is part
             of each document's id.
-        text_column: where the text of a row is.
+        text_column: where the text of a row is; by default ``text`` (``report`` for ``govreport``).
+        revision: branch, tag or commit of a hub data set; by default the present one, for a short name its fixed one.
+            Only a commit fixes the text; the hub's own branch ``refs/convert/parquet``, where it has one, holds a
+            data set as parquet, but follows its changes.
 
     Raises:
-        DataError: the data set can't be found or read, is empty, or has a row without text.
+        DataError: the data set can't be found or read, is empty, has a row without text, or holds token ids instead.
     """
     if not dataset.strip():
         raise DataError(
@@ -80,15 +96,52 @@ def load_documents(
             raise DataError(
                 f"{dataset!r} not found: it looks like a path, not a hub id (owner/name); check the spelling"
             )
-        return _read_hub(dataset, config_name, split, text_column)
-    if config_name is not None or split is not None:
-        raise DataError(f"{dataset!r} has no configurations or splits, only hub data sets have: leave them out")
-    return _read_builtin(dataset) if is_builtin else _read_files(_files(path, dataset), text_column)
+        given = {"config_name": config_name, "split": split, "text_column": text_column, "revision": revision}
+        return _read_hub(dataset, {name: value for name, value in given.items() if value is not None})
+    if config_name is not None or split is not None or revision is not None:
+        raise DataError(
+            f"{dataset!r} has no configurations, splits or revisions, only hub data sets have: leave them out"
+        )
+    return _read_builtin(dataset) if is_builtin else _read_files(_files(path, dataset), text_column or "text")
 
 
-def dataset_id(dataset: str) -> str:
-    """``dataset`` as result files show it: a local path is cut to its last component, ``local:`` before it."""
-    return model_id(dataset)
+def dataset_id(dataset: str, *, revision: str | None = None) -> str:
+    """``dataset`` as result files show it.
+
+    A local path is cut to its last component, ``local:`` before it; a short name is followed by the repository and
+    revision that it stands for, ``pg19 (emozilla/pg19@c021...)``, and a hub id by ``revision`` if one is given.
+    """
+    id_ = model_id(dataset)
+    if id_ in ALIASES:
+        source = ALIASES[id_] if revision is None else replace(ALIASES[id_], revision=revision)
+        return f"{id_} ({source})"
+    return id_ if revision is None else f"{id_}@{revision}"
+
+
+def require_disjoint(train: Iterable[Document], evaluation: Iterable[Document]) -> None:
+    """Refuse to evaluate on what a model was trained on.
+
+    Compared are ids, and whole texts by their sha256; blank texts don't count. Part of a document, or a document with
+    other blanks or spelling, is not recognised. Both are read once, and only hashes of ``train`` are kept.
+
+    Raises:
+        DataError: a document of ``evaluation`` has the text or the id of one of ``train``.
+    """
+    ids, texts = set(), set()
+    for document in train:
+        ids.add(_sha256(document.id))
+        texts.add(_sha256(document.text))
+    first, count = "", 0
+    for document in evaluation:
+        same_text = bool(document.text.strip()) and _sha256(document.text) in texts
+        if same_text or _sha256(document.id) in ids:
+            count += 1
+            first = first or f"{document.id!r} is in both (the same {'text' if same_text else 'id'})"
+    if count:
+        raise DataError(
+            f"training and evaluation data overlap in {count} document{'s' if count > 1 else ''}: {first}; evaluate on "
+            "another split, take them out, or rename files that only share a name"
+        )
 
 
 def fingerprint(documents: Iterable[Document]) -> str:
@@ -100,6 +153,10 @@ def fingerprint(documents: Iterable[Document]) -> str:
             digest.update(len(content).to_bytes(8, "big"))
             digest.update(content)
     return digest.hexdigest()
+
+
+def _sha256(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 def resolve_bos(tokenizer: PreTrainedTokenizerBase, policy: Literal["auto", "always", "never"]) -> int | None:
@@ -197,7 +254,7 @@ def _files(path: Path, dataset: str) -> list[Path]:
 def _script_error(dataset: str) -> DataError:
     return DataError(
         f"{dataset!r} is a loading script, which datasets no longer runs: use a parquet copy of it (for pg19: "
-        "emozilla/pg19) or a local .jsonl file"
+        f"emozilla/pg19; the names {', '.join(ALIASES)} need no script) or a local .jsonl file"
     )
 
 
@@ -234,35 +291,66 @@ def _local_rows(file: Path, loader: str, options: dict[str, str]) -> Iterator[di
         raise DataError(f"{file.name!r} can't be read as {file.suffix.lower()}: {explain(error)}") from error
 
 
-def _read_hub(dataset: str, config_name: str | None, split: str | None, text_column: str) -> Iterator[Document]:
+def _read_hub(dataset: str, given: dict[str, str]) -> Iterator[Document]:
+    source = replace(ALIASES.get(dataset, HubSource(dataset)), **given)  # type: ignore[arg-type]  # its text fields
+    name = dataset_id(dataset, revision=given.get("revision"))
+    if source.json_lines is not None and source.config_name is not None:
+        raise DataError(f"{name!r} has no configurations: leave {source.config_name!r} out")
     try:
-        splits = load_dataset(dataset, name=config_name, streaming=True)
+        splits = _hub_splits(source)
     except Exception as error:  # whatever is raised here is about the data set or the way to it
         if "scripts are no longer supported" in str(error):
             raise _script_error(dataset) from error
-        raise DataError(f"can't load {dataset!r}: {explain(error)}") from error
-    chosen = split if split is not None else next((name for name in _SPLITS if name in splits), None)
+        near = None if "/" in dataset or dataset in ALIASES else nearest(dataset, ALIASES)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise DataError(f"can't load {name!r}: {explain(error)}{hint}") from error
+    chosen = source.split or next((split for split in _SPLITS if split in splits), None)
     if chosen not in splits:
         near = nearest(chosen or "", splits)
         hint = f": did you mean {near!r}?" if near else ": give one of them as split"
-        raise DataError(f"{dataset!r} has the splits {', '.join(splits)}, not {chosen or ' or '.join(_SPLITS)}{hint}")
-    return _hub_documents(splits[chosen], f"{dataset}:{chosen}", text_column)
+        raise DataError(f"{name!r} has the splits {', '.join(splits)}, not {chosen or ' or '.join(_SPLITS)}{hint}")
+    return _hub_documents(splits[chosen], source, f"{source.hub_id}:{chosen}")
 
 
-def _hub_documents(rows: Iterable[dict[str, Any]], source: str, text_column: str) -> Iterator[Document]:
+def _hub_splits(source: HubSource) -> dict[str, Iterable[dict[str, Any]]]:
+    """The rows of each split, read as they are needed."""
+    if source.json_lines is None:
+        splits = load_dataset(source.hub_id, name=source.config_name, revision=source.revision, streaming=True)
+        return dict(splits)
+    root = f"hf://datasets/{source.hub_id}@{quote(source.revision or 'main', safe='')}"
+    files = {split: f"{root}/{pattern}" for split, pattern in source.json_lines.items()}
+    # As text: the JSON loader needs the same fields in every row, also in those that nobody reads.
+    lines = load_dataset("text", data_files=files, streaming=True)
+    return {split: _parsed(rows) for split, rows in lines.items()}
+
+
+def _parsed(rows: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
+    return (json.loads(row["text"]) for row in rows)
+
+
+def _hub_documents(rows: Iterable[dict[str, Any]], source: HubSource, where: str) -> Iterator[Document]:
+    texts = _hub_texts(rows, source.text_column, where)
+    for number, text in articles(texts) if source.rows_are_lines else texts:
+        yield Document(f"{where}:{number}", text)
+
+
+def _hub_texts(rows: Iterable[dict[str, Any]], column: str, where: str) -> Iterator[tuple[int, str]]:
     count = 0
     try:
         for count, row in enumerate(rows, start=1):
-            yield Document(f"{source}:{count}", _text(row, text_column, f"{source}:{count}"))
+            yield count, _text(row, column, f"{where}:{count}")
     except DataError:
         raise
     except Exception as error:  # a connection that breaks, or a file that can't be parsed
-        raise DataError(f"{source} can't be read after row {count}: {explain(error)}") from error
+        raise DataError(f"{where} can't be read after row {count}: {explain(error)}") from error
     if count == 0:
-        raise DataError(f"{source} holds no rows: choose another split")
+        raise DataError(f"{where} holds no rows: choose another split")
 
 
 def _text(row: dict[str, Any], column: str, where: str) -> str:
+    ids = column if column in row else next((name for name in _TOKEN_IDS if name in row), None)
+    if ids is not None and _are_token_ids(row[ids]):
+        raise _tokens_error(row, column, ids, where)
     if column not in row:
         near = nearest(column, row)
         hint = f": did you mean {near!r}?" if near else ": name one of them as text_column"
@@ -272,6 +360,20 @@ def _text(row: dict[str, Any], column: str, where: str) -> str:
         kind = "nothing" if text is None else f"a value of type {type(text).__name__}"
         raise DataError(f"{where} has {kind} in column {column!r}: every row needs a string there")
     return text
+
+
+def _are_token_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value[:8])
+
+
+def _tokens_error(row: dict[str, Any], column: str, ids: str, where: str) -> DataError:
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    instead = f"name a column of text as text_column ({', '.join(texts)}), or give" if texts else "give"
+    missing = "" if ids == column else f"no column {column!r} but "
+    return DataError(
+        f"{where} has {missing}token ids in column {ids!r}, which mean something to the tokenizer that made them only: "
+        f"{instead} a copy of the data set with text"
+    )
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import mmap
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,7 @@ _HUB_PROBLEMS: tuple[tuple[type[BaseException], str], ...] = (
     (hub.RevisionNotFoundError, "the hub has no such revision"),
     (hub.HFValidationError, "it is neither an existing path nor a hub id (owner/name)"),
     (ConnectionError, "the hub can't be reached, or offline mode is on (HF_HUB_OFFLINE)"),
+    (socket.gaierror, "the hub can't be reached: its address is not found"),
     (
         hub.LocalEntryNotFoundError,
         "it is not in the local cache, and the hub can't be reached or offline mode is on (HF_HUB_OFFLINE)",

@@ -134,6 +134,24 @@ def test_json_on_stdout_is_the_result_and_nothing_else(run: Run, folder: Path) -
     assert record["patch"]["patched_modules"] == 0
 
 
+def test_a_hub_data_set_is_read_at_its_revision_and_the_result_names_it(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def stand_in(*arguments: object, **options: object) -> dict[str, list[dict[str, str]]]:
+        asked.append((arguments, options["name"], options["revision"]))
+        return {"test": [{"text": "The quick brown fox jumps over the lazy dog. " * 3}]}
+
+    monkeypatch.setattr("ctxext.data.load_dataset", stand_in)
+    arguments = ("eval", "perplexity", "-m", folder, "--length", 64, "--json")
+    named = json.loads(run(*arguments, "--dataset", "pg19", "--dataset-revision", "v1").out)
+    assert named["dataset"]["id"] == named["configuration"]["perplexity"]["dataset"] == "pg19 (emozilla/pg19@v1)"
+    other = json.loads(run(*arguments, "--dataset", "owner/name", "-s", "perplexity.dataset_revision=v2").out)
+    assert other["dataset"]["id"] == "owner/name@v2"
+    assert asked == [(("emozilla/pg19",), None, "v1"), (("owner/name",), None, "v2")]
+
+
 def test_lengths_come_from_the_file_where_no_option_gives_them(run: Run, folder: Path) -> None:
     arguments = ("-m", folder, "-c", folder / "yarn.yaml", "--dataset", folder / "text.txt", "--json")
     record = json.loads(run("eval", "perplexity", *arguments).out)
@@ -239,6 +257,20 @@ def test_inspect_reports_and_draws(run: Run, folder: Path, tmp_path: Path) -> No
         (
             ["eval", "perplexity", "-m", "{folder}", "--length", "64", "--dataset", "{folder}/text.csv"],
             ["text.csv", "not found"],
+        ),
+        (
+            [
+                "eval",
+                "perplexity",
+                "-m",
+                "{folder}",
+                "--length",
+                "64",
+                "--dataset",
+                "{folder}/text.txt",
+                "--dataset-revision=v1",
+            ],
+            ["text.txt", "revisions", "leave them out"],
         ),
         (
             ["eval", "perplexity", "-m", "{folder}", "--length", "9999", "--dataset", "{folder}/text.txt"],

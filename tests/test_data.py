@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import io
 import json
 import logging
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, IterableDataset, IterableDatasetDict
+from datasets import Dataset, IterableDataset, IterableDatasetDict, load_dataset
+from datasets.exceptions import DatasetNotFoundError
+from huggingface_hub.errors import RevisionNotFoundError
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ctxext import data
-from ctxext.data import Document, dataset_id, fingerprint, load_documents, resolve_bos, token_sizes, tokenize
+from ctxext.aliases import ALIASES, articles
+from ctxext.data import (
+    Document,
+    dataset_id,
+    fingerprint,
+    load_documents,
+    require_disjoint,
+    resolve_bos,
+    token_sizes,
+    tokenize,
+)
 from ctxext.errors import ConfigError, DataError
 
 PYTHON_DOCS = "builtin:python-docs"
@@ -240,8 +254,8 @@ def test_unknown_builtins_and_empty_names_are_refused() -> None:
     assert "empty" in refusal("")
 
 
-@pytest.mark.parametrize("options", [{"split": "test"}, {"config_name": "en"}])
-def test_splits_and_configurations_of_local_data_are_refused(tmp_path: Path, options: dict[str, str]) -> None:
+@pytest.mark.parametrize("options", [{"split": "test"}, {"config_name": "en"}, {"revision": "main"}])
+def test_splits_configurations_and_revisions_of_local_data_are_refused(tmp_path: Path, options: dict[str, str]) -> None:
     assert "leave them out" in refusal(rows(tmp_path / "a.jsonl", {"text": "x"}), **options)
     assert "leave them out" in refusal(PYTHON_DOCS, **options)
 
@@ -250,16 +264,18 @@ def test_a_hub_id_without_a_network_says_that_the_hub_is_out_of_reach() -> None:
     assert "HF_HUB_OFFLINE" in refusal("nobody/no-such-data")
 
 
-def hub(monkeypatch: pytest.MonkeyPatch, *splits: str, error: Exception | None = None) -> list[Any]:
+def hub(
+    monkeypatch: pytest.MonkeyPatch, *splits: str, error: Exception | None = None, rows: list[Any] | None = None
+) -> list[Any]:
     """Stand in for the hub: a data set with ``splits``, or ``error``; returns the calls that are made."""
+    content = [{"text": "x"}] if rows is None else rows
     calls = []
 
     def load_dataset(*args: Any, **options: Any) -> IterableDatasetDict:
         calls.append((args, options))
         if error is not None:
             raise error
-        rows = IterableDataset.from_generator(lambda: iter([{"text": "x"}]))
-        return IterableDatasetDict(dict.fromkeys(splits, rows))
+        return IterableDatasetDict(dict.fromkeys(splits, IterableDataset.from_generator(lambda: iter(content))))
 
     monkeypatch.setattr(data, "load_dataset", load_dataset)
     return calls
@@ -274,7 +290,7 @@ def test_the_default_split_is_recorded_in_the_ids(
 ) -> None:
     calls = hub(monkeypatch, *splits)
     assert list(load_documents("owner/name", config_name="en")) == [Document(f"owner/name:{chosen}:1", "x")]
-    assert calls == [(("owner/name",), {"name": "en", "streaming": True})]
+    assert calls == [(("owner/name",), {"name": "en", "revision": None, "streaming": True})]
 
 
 def test_a_split_that_is_not_there_names_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +312,205 @@ def test_a_connection_that_breaks_while_reading_says_where(monkeypatch: pytest.M
 
     monkeypatch.setattr(data, "load_dataset", lambda *args, **options: {"test": broken()})
     assert "owner/name:test can't be read after row 1" in refusal("owner/name")
+
+
+def test_a_revision_of_a_hub_data_set_is_the_one_that_is_loaded_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = hub(monkeypatch, "test")
+    assert len(list(load_documents("owner/name", revision="v1"))) == 1
+    assert calls == [(("owner/name",), {"name": None, "revision": "v1", "streaming": True})]
+    assert dataset_id("owner/name", revision="v1") == "owner/name@v1"
+
+
+def test_a_revision_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As datasets raises it, with the reason as its cause.
+    error = DatasetNotFoundError("Revision 'v9' doesn't exist")
+    error.__cause__ = RevisionNotFoundError.__new__(RevisionNotFoundError)
+    hub(monkeypatch, error=error)
+    assert refusal("owner/name", revision="v9") == "can't load 'owner/name@v9': the hub has no such revision"
+
+
+@pytest.mark.parametrize(
+    ("name", "hub_id", "config_name", "column"),
+    [
+        ("pg19", "emozilla/pg19", None, "text"),
+        ("govreport", "ccdv/govreport-summarization", "document", "report"),
+        ("wikitext", "Salesforce/wikitext", "wikitext-103-raw-v1", "text"),
+    ],
+)
+def test_a_short_name_stands_for_the_test_split_at_a_commit(
+    monkeypatch: pytest.MonkeyPatch, name: str, hub_id: str, config_name: str | None, column: str
+) -> None:
+    calls = hub(monkeypatch, "train", "validation", "test", rows=[{"other": "no", column: "yes"}])
+    assert list(load_documents(name)) == [Document(f"{hub_id}:test:1", "yes")]
+    commit = ALIASES[name].revision
+    assert calls == [((hub_id,), {"name": config_name, "revision": commit, "streaming": True})]
+    assert dataset_id(name) == f"{name} ({hub_id}@{commit})"
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_every_short_name_is_pinned_to_a_full_commit(name: str) -> None:
+    commit = ALIASES[name].revision or ""
+    assert len(commit) == 40
+    assert set(commit) <= set("0123456789abcdef")
+
+
+def test_what_is_given_goes_before_what_a_short_name_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = hub(monkeypatch, "train", "test", rows=[{"text": "text", "report": "report", "summary": "summary"}])
+    given = {"config_name": "other", "split": "train", "text_column": "text", "revision": "main"}
+    assert list(load_documents("govreport", **given)) == [Document("ccdv/govreport-summarization:train:1", "text")]
+    assert calls == [(("ccdv/govreport-summarization",), {"name": "other", "revision": "main", "streaming": True})]
+    assert dataset_id("govreport", revision="main") == "govreport (ccdv/govreport-summarization@main)"
+
+
+def test_a_local_file_or_folder_goes_before_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pg19").mkdir()
+    (tmp_path / "pg19" / "book.txt").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    assert list(load_documents("pg19")) == [Document("book.txt", "mine")]
+    assert dataset_id("pg19") == "local:pg19"
+
+
+def test_a_misspelt_short_name_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(monkeypatch, error=DatasetNotFoundError("Dataset 'pg-19' doesn't exist on the Hub or cannot be accessed."))
+    assert refusal("pg-19").endswith("did you mean 'pg19'?")
+    assert "did you mean" not in refusal("owner/pg-19")
+
+
+def test_a_hub_whose_address_is_not_found_is_said_to_be_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("[Errno -2] Name or service not known")
+    error.__context__ = socket.gaierror(-2, "Name or service not known")
+    hub(monkeypatch, error=error)
+    assert refusal("owner/name") == "can't load 'owner/name': the hub can't be reached: its address is not found"
+
+
+def test_a_short_name_without_a_network_says_that_the_hub_is_out_of_reach() -> None:
+    for name in ALIASES:
+        assert "HF_HUB_OFFLINE" in refusal(name)
+
+
+def gzipped(path: Path, *values: Any) -> Path:
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+    return path
+
+
+def proofpile(monkeypatch: pytest.MonkeyPatch, test: Path) -> list[dict[str, str]]:
+    """Put the file ``test`` in the place of the proof-pile's test split; returns the files that are asked for."""
+    asked = []
+
+    def stand_in(loader: str, *, data_files: dict[str, str], streaming: bool) -> IterableDatasetDict:
+        asked.append(data_files)
+        splits: IterableDatasetDict = load_dataset(loader, data_files={"test": str(test)}, streaming=streaming)
+        return splits
+
+    monkeypatch.setattr(data, "load_dataset", stand_in)
+    return asked
+
+
+def test_proofpile_reads_the_json_lines_beside_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Fields that differ in kind from row to row, line breaks of all sorts inside a text, and one row of every length.
+    texts = ["one\ntwo\r\nthree\u2028four", "", "x" * 50_000]
+    metas: list[Any] = [{"config": "arxiv", "id": 1}, "books", {"id": ["a"]}]
+    file = gzipped(
+        tmp_path / "test.jsonl.gz", *({"text": text, "meta": meta} for text, meta in zip(texts, metas, strict=True))
+    )
+    asked = proofpile(monkeypatch, file)
+    documents = list(load_documents("proofpile"))
+    assert documents == [Document(f"hoskinson-center/proof-pile:test:{i}", text) for i, text in enumerate(texts, 1)]
+    root = f"hf://datasets/hoskinson-center/proof-pile@{ALIASES['proofpile'].revision}"
+    assert asked[0]["test"] == f"{root}/test/proofpile_test.jsonl.gz"
+    assert set(asked[0]) == {"train", "validation", "test"}
+
+
+def test_proofpile_takes_another_revision_but_no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = proofpile(monkeypatch, gzipped(tmp_path / "test.jsonl.gz", {"text": "x"}))
+    assert len(list(load_documents("proofpile", revision="a/branch"))) == 1
+    assert "/proof-pile@a%2Fbranch/test/" in asked[0]["test"]
+    assert "leave 'arxiv' out" in refusal("proofpile", config_name="arxiv")
+
+
+def test_a_line_that_is_not_json_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "test.jsonl.gz"
+    with gzip.open(file, "wt") as content:
+        content.write('{"text": "good"}\n{"text": \n')
+    proofpile(monkeypatch, file)
+    assert "hoskinson-center/proof-pile:test can't be read after row 1" in refusal("proofpile")
+
+
+def joined(*lines: str) -> list[tuple[int, str]]:
+    return list(articles(enumerate(lines, start=1)))
+
+
+def test_a_title_between_blank_lines_starts_an_article_and_the_heading_of_a_section_does_not() -> None:
+    first = ["", " = Du Fu = \n", "", " A poet . \n", "", " = = Life = = \n", "", " = = = War = = = \n", "", ""]
+    second = [" = E = mc² = \n", "", " A formula . \n"]
+    assert joined(*first, *second) == [(2, "".join(first)), (11, "".join(second))]
+
+
+def test_what_looks_like_a_title_inside_a_paragraph_starts_no_article() -> None:
+    lines = [" = One = \n", "", " text \n", " = 5 = \n", " text \n", "", " = 6 = \n", " text \n"]
+    assert joined(*lines) == [(1, "".join(lines))]
+
+
+def test_text_before_the_first_title_is_kept_and_blank_lines_alone_are_no_article() -> None:
+    assert joined(" before \n", "", " = One = \n") == [(1, " before \n"), (3, " = One = \n")]
+    assert joined("", " \n") == []
+    assert joined() == []
+
+
+def test_lines_are_joined_as_they_are_read() -> None:
+    def lines() -> Iterator[tuple[int, str]]:
+        yield from enumerate(["= One =", "", "text", "", "= Two =", ""], start=1)
+        raise AssertionError("read on, though an article was complete")
+
+    assert next(articles(lines())) == (1, "= One =text")
+
+
+def test_wikitext_is_documents_and_not_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["", " = One = \n", "", " text \n", "", " = Two = \n", "", " more \n"]
+    hub(monkeypatch, "test", rows=[{"text": line} for line in lines])
+    assert list(load_documents("wikitext")) == [
+        Document("Salesforce/wikitext:test:2", " = One = \n text \n"),
+        Document("Salesforce/wikitext:test:6", " = Two = \n more \n"),
+    ]
+    assert len(list(load_documents("Salesforce/wikitext"))) == len(lines)  # the hub id is what the hub has
+
+
+@pytest.mark.parametrize("column", ["input_ids", "tokens"])
+def test_token_ids_instead_of_text_are_refused(tmp_path: Path, column: str) -> None:
+    file = rows(tmp_path / "a.jsonl", {column: [1, 2, 3], "length": 3})
+    assert f"no column 'text' but token ids in column {column!r}" in refusal(file)
+    assert "give a copy of the data set with text" in refusal(file)
+    assert f"has token ids in column {column!r}" in refusal(file, text_column=column)
+
+
+def test_token_ids_beside_text_are_left_alone(tmp_path: Path) -> None:
+    file = rows(tmp_path / "a.jsonl", {"text": "yes", "input_ids": [1, 2]})
+    assert [document.text for document in load_documents(str(file))] == ["yes"]
+    assert "text_column (text), or" in refusal(file, text_column="content")
+
+
+def test_tokens_that_are_words_are_no_token_ids(tmp_path: Path) -> None:
+    assert "no column 'text' but tokens" in refusal(rows(tmp_path / "a.jsonl", {"tokens": ["a", "b"]}))
+
+
+def test_disjoint_documents_pass() -> None:
+    train = [Document("a", "x"), Document("b", "")]
+    assert require_disjoint(iter(train), iter([Document("c", "y"), Document("d", ""), Document("e", " ")])) is None
+    assert require_disjoint([], train) is None
+    assert require_disjoint(train, []) is None
+
+
+def test_a_text_in_training_and_evaluation_is_refused_whatever_its_id() -> None:
+    train = [Document("a", "x"), Document("b", "\ud800")]
+    evaluation = [Document("c", "new"), Document("d", "x"), Document("e", "\ud800")]
+    with pytest.raises(DataError, match=r"overlap in 2 documents: 'd' is in both \(the same text\)"):
+        require_disjoint(iter(train), iter(evaluation))
+
+
+def test_an_id_in_training_and_evaluation_is_refused_whatever_its_text() -> None:
+    with pytest.raises(DataError, match=r"overlap in 1 document: 'a' is in both \(the same id\)"):
+        require_disjoint([Document("a", "x")], [replace(Document("a", "x"), text="y")])
 
 
 def test_dataset_ids_carry_no_path_of_the_user(tmp_path: Path) -> None:

@@ -22,10 +22,17 @@ def perplexity(
     model: options.Model = None,
     dataset: Annotated[
         str | None,
-        typer.Option(help="Hub id, .txt/.jsonl/.parquet file, folder, builtin:python-docs or builtin:python-stdlib."),
+        typer.Option(
+            help="Hub id, pg19, proofpile, govreport, wikitext, .txt/.jsonl/.parquet file, folder, "
+            "builtin:python-docs or builtin:python-stdlib."
+        ),
     ] = None,
     config: options.ConfigFile = None,
     settings: options.Settings = None,
+    dataset_revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of a hub data set. Default: the present one, or the pinned."),
+    ] = None,
     config_name: Annotated[str | None, typer.Option(help="Configuration of a hub data set.")] = None,
     split: Annotated[
         str | None, typer.Option(help="Split of a hub data set. Default: test, validation or train.")
@@ -73,6 +80,7 @@ def perplexity(
         ),
         perplexity={
             "dataset": dataset,
+            "dataset_revision": dataset_revision,
             "config_name": config_name,
             "split": split,
             "text_column": text_column,
@@ -109,12 +117,17 @@ def perplexity(
     check_arguments(**arguments)
     _check_output(output)
     documents = load_documents(
-        chosen.dataset, config_name=chosen.config_name, split=chosen.split, text_column=chosen.text_column
+        chosen.dataset,
+        config_name=chosen.config_name,
+        split=chosen.split,
+        text_column=chosen.text_column,
+        revision=chosen.dataset_revision,
     )
     loaded, tokenizer = options.load(configuration)
     with _progress("tokens") as progress:
         result = evaluate_perplexity(loaded, tokenizer, documents, **arguments, bos=chosen.bos, progress=progress)
-    record = _record("perplexity", result, configuration, loaded, tokenizer, dataset=dataset_id(chosen.dataset))
+    name = dataset_id(chosen.dataset, revision=chosen.dataset_revision)
+    record = _record("perplexity", result, configuration, loaded, tokenizer, dataset=name)
     _finish(record, output, as_json=as_json)
 
 
