@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerFast
 
 from ctxext.data import tokenize
 from ctxext.errors import ConfigError
-from ctxext.evaluation import ruler
+from ctxext.evaluation import ruler_tasks as ruler
 from ctxext.evaluation import words as drawn
 from ctxext.evaluation.prompts import Prompt
-from ctxext.evaluation.ruler import TASKS, build_prompt, score
+from ctxext.evaluation.ruler_tasks import TASKS, build_prompt, score
 
 # The most characters that one unit takes with the blank before it: what a prompt may leave unused at one token each.
 UNIT_CHARACTERS = {"niah_needle": 29, "cwe": 21, "fwe": 7, "kv": 82} | dict.fromkeys(
@@ -392,7 +392,7 @@ BUILD = """
 import json, sys
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
-from ctxext.evaluation.ruler import build_prompt
+from ctxext.evaluation.ruler_tasks import build_prompt
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(sys.stdin.read()), bos_token="<s>")
 prompts = [
     build_prompt(tokenizer, task=task, length=length, index=index, seed=7)

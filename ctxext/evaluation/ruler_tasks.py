@@ -180,7 +180,7 @@ def build_prompt(
     units = most_units(lambda n: len(tokenize(tokenizer, draft.text(n))), room)
     text = draft.text(units)
     ids = tokenize(tokenizer, text)
-    forced_ids, forced_start = forced_answer(tokenizer, text, draft.continuation, start)
+    forced_ids, forced_start = forced_answer(tokenizer, text, ids, draft.continuation, start)
     return Prompt(
         id=identity,
         task=task,
