@@ -47,28 +47,38 @@ class ModelSection(Section):
     replace_scaling: bool = Field(False, description="Start from the unscaled base of a checkpoint that is scaled.")
 
 
-class PerplexitySection(Section):
-    """Perplexity of documents."""
+class _TextSection(Section):
+    """Documents, and how they are read."""
 
     dataset: str = Field(
-        "builtin:python-docs",
-        description="Hub id, pg19, proofpile, govreport, wikitext, file, folder, builtin:python-docs or "
-        "builtin:python-stdlib.",
+        "builtin:python-docs", description="Hub id, file, folder, builtin:python-docs or builtin:python-stdlib."
     )
-    dataset_revision: str | None = None
     config_name: str | None = None
     split: str | None = None
     text_column: str | None = None
+    dataset_revision: str | None = None
+    max_documents: Annotated[WholeNumber, Field(ge=1)] | None = None
+    batch_size: Annotated[WholeNumber, Field(ge=1)] = 1
+    bos: Literal["auto", "always", "never"] = "auto"
+
+
+class PerplexitySection(_TextSection):
+    """Perplexity of documents."""
+
     protocol: Literal["prefix", "sliding", "stream", "rolling", "same-target"] = "prefix"
     length: Lengths = ()
     window: Lengths = ()
     stride: Annotated[WholeNumber, Field(ge=1)] | None = None
     targets: Annotated[WholeNumber, Field(ge=1)] | None = None
-    max_documents: Annotated[WholeNumber, Field(ge=1)] | None = None
     max_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
     min_tokens: Annotated[WholeNumber, Field(ge=0)] | None = None
-    batch_size: Annotated[WholeNumber, Field(ge=1)] = 1
-    bos: Literal["auto", "always", "never"] = "auto"
+
+
+class PositionsSection(_TextSection):
+    """Loss by position."""
+
+    dataset: str = "builtin:python-stdlib"
+    length: Annotated[WholeNumber, Field(ge=2)] | None = Field(None, description="Positions of each document.")
 
 
 class PasskeySection(Section):
@@ -78,6 +88,22 @@ class PasskeySection(Section):
     depth: Depths = (0.1, 0.5, 0.9)
     trials: Annotated[WholeNumber, Field(ge=1)] = 5
     seed: WholeNumber = 0
+    answers: Literal["both", "generated", "forced"] = "both"
+    distractors: Annotated[WholeNumber, Field(ge=0)] = 0
+    filler: str | None = Field(None, description="A data set to hide keys in, instead of short sentences.")
+    controls: Annotated[WholeNumber, Field(ge=0)] = 10
+    batch_size: Annotated[WholeNumber, Field(ge=1)] = 1
+    bos: Literal["auto", "always", "never"] = "auto"
+
+
+class RulerSection(Section):
+    """Retrieval, tracing and counting tasks."""
+
+    length: Lengths = ()
+    task: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field((), description="Default: all.")
+    trials: Annotated[WholeNumber, Field(ge=1)] = 10
+    seed: Annotated[WholeNumber, Field(ge=0)] = 0
+    answers: Literal["both", "generated", "forced"] = "generated"
     batch_size: Annotated[WholeNumber, Field(ge=1)] = 1
     bos: Literal["auto", "always", "never"] = "auto"
 
@@ -85,7 +111,9 @@ class PasskeySection(Section):
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelSection,
     "perplexity": PerplexitySection,
+    "positions": PositionsSection,
     "passkey": PasskeySection,
+    "ruler": RulerSection,
 }
 
 
@@ -96,7 +124,9 @@ class Config:
     model: ModelSection | None
     method: Method | None
     perplexity: PerplexitySection
+    positions: PositionsSection
     passkey: PasskeySection
+    ruler: RulerSection
 
     def resolved(self, *sections: str) -> dict[str, Any]:
         """Plain values with all defaults filled in, as they are written beside results."""
@@ -148,7 +178,9 @@ def load_config(
         model=parsed.get("model"),  # type: ignore[arg-type]  # each name maps to its own class in SECTIONS
         method=None if method is None else parse_method(_mapping(method, "method", where), where, sources),
         perplexity=parsed["perplexity"],  # type: ignore[arg-type]
+        positions=parsed["positions"],  # type: ignore[arg-type]
         passkey=parsed["passkey"],  # type: ignore[arg-type]
+        ruler=parsed["ruler"],  # type: ignore[arg-type]
     )
 
 

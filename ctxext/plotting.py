@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +157,130 @@ def plot_methods(results: Mapping[str, Any], trained: int, path: str | os.PathLi
         title="Finding a passkey",
     )
     _save(figure, path)
+
+
+def plot_record(record: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
+    """The picture of one result, ``<task>.png`` in ``folder``; a result of one row has none."""
+    if len(record["rows"]) > 1:
+        _PICTURES[record["task"]](record, Path(folder) / f"{record['task']}.png")
+
+
+def _plot_perplexity(record: Mapping[str, Any], path: Path) -> None:
+    figure, axes = _figure()
+    rows = [row for row in record["rows"] if row["perplexity"] is not None]
+    values = [row["perplexity"] for row in rows]
+    lengths = [row["length"] for row in rows]
+    if all(row["ci95"] for row in rows):
+        axes.fill_between(
+            lengths, *zip(*(row["ci95"] for row in rows), strict=True), color="C0", alpha=0.2, linewidth=0
+        )
+    axes.plot(lengths, values, color="C0", marker="o", label="all tokens")
+    if all(row.get("perplexity_last") for row in rows):
+        last = [row["perplexity_last"] for row in rows]
+        axes.plot(lengths, last, color="C1", marker=".", linestyle="--", label="tokens since the length before")
+        axes.legend(frameon=False)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_yscale("log")
+    axes.set(xlabel="length in tokens", ylabel="perplexity", title=_title(record))
+    _save(figure, path)
+
+
+def _plot_positions(record: Mapping[str, Any], path: Path) -> None:
+    figure, axes = _figure()
+    plot_curve(axes, record["rows"], color="C0")
+    trained = record["summary"]["trained"]
+    if trained < record["summary"]["longest"]:
+        axes.axvline(trained, color="0.5", linewidth=1, linestyle="--")
+        axes.annotate(" trained length", (trained, 0.98), xycoords=("data", "axes fraction"), va="top", color="0.4")
+    axes.set(xlabel="position in tokens", ylabel="loss in nats", title=_title(record))
+    _save(figure, path)
+
+
+def plot_curve(axes: Any, rows: Sequence[Mapping[str, Any]], *, color: str, label: str | None = None) -> None:
+    """A loss curve over positions with its intervals, from rows of ``evaluation.positions.curve``."""
+    middles = [max(1.0, math.sqrt(max(1, row["low"]) * row["high"])) for row in rows]
+    if all(row["ci95"] for row in rows):
+        bounds = list(zip(*(row["ci95"] for row in rows), strict=True))
+        axes.fill_between(middles, *bounds, color=color, alpha=0.2, linewidth=0)
+    axes.plot(middles, [row["nll"] for row in rows], color=color, marker=".", label=label)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def _plot_passkey(record: Mapping[str, Any], path: Path) -> None:
+    rows = record["rows"]
+    forced = all("answer_nll" in row for row in rows)
+    depths = sorted({row["depth"] for row in rows})
+    figure, axes = _figure(height=max(4.2, 0.32 * len(depths) + 1.8), columns=1 + forced, width=6.0)
+    first = axes[0] if forced else axes
+    names = [f"{depth:.0%}" for depth in depths]
+    keys = [(row["depth"], row["length"]) for row in rows]
+    _heatmap(
+        figure, first, dict(zip(keys, (row["accuracy"] for row in rows), strict=True)), depths, names, "share found"
+    )
+    first.set(ylabel="depth of the key", title="Keys found")
+    if forced:
+        losses = dict(zip(keys, (row["answer_nll"] for row in rows), strict=True))
+        _heatmap(figure, axes[1], losses, depths, names, "nats a token", limits=None, cmap="cividis_r")
+        axes[1].set(title="Loss of the right answer")
+    figure.suptitle(f"{_title(record)}, {rows[0]['trials']} prompts a cell")
+    _save(figure, path)
+
+
+def _plot_ruler(record: Mapping[str, Any], path: Path) -> None:
+    rows = record["rows"]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure, axes = _figure(height=0.4 * len(tasks) + 1.8)
+    values = {(row["task"], row["length"]): row["score"] for row in rows}
+    _heatmap(figure, axes, values, tasks, tasks, "score")
+    axes.set(title=f"{_title(record)}, {rows[0]['trials']} prompts a cell")
+    _save(figure, path)
+
+
+_PICTURES = {
+    "perplexity": _plot_perplexity,
+    "positions": _plot_positions,
+    "passkey": _plot_passkey,
+    "ruler": _plot_ruler,
+}
+
+
+def _heatmap(
+    figure: Any,
+    axes: Any,
+    values: Mapping[tuple[Any, int], float],
+    order: Sequence[Any],
+    names: Sequence[str],
+    label: str,
+    *,
+    limits: tuple[float, float] | None = (0, 1),
+    cmap: str = "cividis",
+) -> None:
+    """Cells by line (in ``order``, shown as ``names``) and length; what wasn't measured is hatched."""
+    lengths = sorted({length for _, length in values})
+    grid = [[values.get((line, length), math.nan) for length in lengths] for line in order]
+    low, high = limits or (None, None)
+    axes.set_facecolor("0.9")
+    axes.patch.set_hatch("///")
+    image = axes.imshow(grid, cmap=cmap, vmin=low, vmax=high, aspect="auto")
+    figure.colorbar(image, ax=axes, label=label)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(order)), names)
+    axes.set(xlabel="length in tokens")
+    if len(lengths) <= 12 and len(order) <= 32:
+        dark = image.norm
+        for i, line in enumerate(grid):
+            for j, value in enumerate(line):
+                if not math.isnan(value):
+                    shade = dark(value) if cmap == "cividis" else 1 - dark(value)
+                    text = f"{value:.0%}" if limits else f"{value:.2f}"
+                    axes.text(j, i, text, ha="center", va="center", color="black" if shade > 0.55 else "white", size=8)
+
+
+def _title(record: Mapping[str, Any]) -> str:
+    method = record["method"]
+    return f"{record['provenance']['model']}: {method['name'] if method else 'plain'}"
 
 
 def _within_and_beyond(rows: list[dict[str, Any]], trained: int) -> tuple[float, float]:

@@ -86,7 +86,7 @@ def perplexity(
     result = evaluate_perplexity(
         model, tokenizer, load_documents(DATASET), **settings, progress=_advance(progress, bar)
     )
-    return _record("perplexity", result, model, tokenizer, method, dtype, settings)
+    return _record("perplexity", result, model, tokenizer, method, settings)
 
 
 def passkey(
@@ -97,7 +97,7 @@ def passkey(
     settings: dict[str, Any] = {"lengths": lengths, "depths": depths, "trials": trials, "seed": 0}
     bar = progress.add_task(f"{name}: passkey", total=None)
     result = evaluate_passkey(model, tokenizer, **settings, progress=_advance(progress, bar))
-    return _record("passkey", result, model, tokenizer, method, dtype, settings)
+    return _record("passkey", result, model, tokenizer, method, settings)
 
 
 def faster_dtype() -> str:
@@ -166,7 +166,6 @@ def _record(
     model: Any,
     tokenizer: Any,
     method: ctxext.Method | None,
-    dtype: str,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
     return result_record(
@@ -180,7 +179,6 @@ def _record(
         patch=ctxext.inspect(model).summary(),
         configuration=json.loads(json.dumps(settings)),
         seed=settings.get("seed"),
-        dtype=dtype,
     )
 
 

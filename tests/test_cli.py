@@ -105,7 +105,7 @@ def test_env_names_versions_and_what_is_bundled(run: Run) -> None:
 
 
 def test_perplexity_prints_a_table_and_writes_the_result(run: Run, folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "new" / "result.json"
+    output = tmp_path / "new" / "run"
     result = run(
         "eval", "perplexity", "--model", folder, "--dataset", folder / "text.txt", "--config", folder / "yarn.yaml",
         "--length", 48, "--length", 128, "--output", output,
@@ -113,7 +113,7 @@ def test_perplexity_prints_a_table_and_writes_the_result(run: Run, folder: Path,
     assert result.status == 0, result.err
     assert "perplexity" in result.out
     assert "yarn" in result.out
-    record = json.loads(output.read_text())
+    record = json.loads((output / "results.json").read_text())
     assert [row["length"] for row in record["rows"]] == [48, 128]
     assert record["method"] == {"name": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0} | {
         "truncate": True,
@@ -122,7 +122,10 @@ def test_perplexity_prints_a_table_and_writes_the_result(run: Run, folder: Path,
     assert record["patch"]["patched_modules"] == 1
     assert len(record["patch"]["fingerprint"]) == 64
     assert record["configuration"]["perplexity"]["length"] == [48, 128]
-    assert str(folder.parent) not in output.read_text()
+    written = {file.name for file in output.iterdir()}
+    assert written == {"run.json", "records.jsonl", "losses.npy", "results.json", "config.yaml", "perplexity.png"}
+    for name in ("run.json", "records.jsonl", "results.json", "config.yaml"):
+        assert str(folder.parent) not in (output / name).read_text()
 
 
 def test_json_on_stdout_is_the_result_and_nothing_else(run: Run, folder: Path) -> None:
@@ -215,14 +218,14 @@ def test_inspect_says_what_a_method_does_to_attention_and_draws_it(
 
 
 def test_passkey_prints_a_grid_and_writes_every_sample(run: Run, folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "passkey.json"
+    output = tmp_path / "passkey"
     result = run(
         "eval", "passkey", "-m", folder, "-c", folder / "yarn.yaml", "--length", 320, "--depth", 0.1, "--depth", 0.9,
-        "--trials", 2, "--output", output,
+        "--trials", 2, "--controls", 0, "--output", output,
     )  # fmt: skip
     assert result.status == 0, result.err
     assert "accuracy" in result.out
-    record = json.loads(output.read_text())
+    record = json.loads((output / "results.json").read_text())
     assert [(row["length"], row["depth"], row["trials"]) for row in record["rows"]] == [(320, 0.1, 2), (320, 0.9, 2)]
     assert len(record["samples"]) == 4
 
@@ -253,7 +256,7 @@ def test_inspect_reports_and_draws(run: Run, folder: Path, tmp_path: Path) -> No
         (["eval", "perplexity", "-m", "{folder}", "--length", "64", "--device", "warp"], ["warp"]),
         (["eval", "perplexity", "-m", "{folder}", "--length", "64", "--window", "32"], ["window"]),
         (["eval", "perplexity", "-m", "{folder}", "--protocol", "sliding", "--length", "64"], ["length"]),
-        (["eval", "perplexity", "-m", "{folder}", "--length", "64", "--output", "{folder}"], ["folder"]),
+        (["eval", "perplexity", "-m", "{folder}", "--length", "64", "--output", "{folder}"], ["holds other files"]),
         (
             ["eval", "perplexity", "-m", "{folder}", "--length", "64", "--dataset", "{folder}/text.csv"],
             ["text.csv", "not found"],
@@ -351,7 +354,7 @@ def test_a_checkpoint_saved_with_changed_attention_runs_with_it(
 
 
 def test_an_output_that_can_not_be_written_is_found_before_the_run(run: Run, folder: Path) -> None:
-    result = run("eval", "perplexity", "-m", "whatever/model", "--length", 64, "--output", "/proc/result.json")
+    result = run("eval", "perplexity", "-m", "whatever/model", "--length", 64, "--output", "/proc/results")
     assert result.status == 2
     assert "can't be written" in result.err
 

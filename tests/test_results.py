@@ -54,7 +54,6 @@ def record_of(task: str, result: PerplexityResult | PasskeyResult, **changes: An
         "tokenizer": Tokenizer(),
         "configuration": {"perplexity": {"length": (64,)}},
         "seed": 3,
-        "dtype": torch.float32,
     }
     return result_record(task, result, **settings | changes)
 

@@ -1,10 +1,7 @@
-"""``ctxext eval``: perplexity and passkey."""
+"""``ctxext eval``: one evaluation of one model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,24 +17,13 @@ app = typer.Typer(help="Measure a model, plain or extended.", no_args_is_help=Tr
 @app.command()
 def perplexity(
     model: options.Model = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            help="Hub id, pg19, proofpile, govreport, wikitext, .txt/.jsonl/.parquet file, folder, "
-            "builtin:python-docs or builtin:python-stdlib."
-        ),
-    ] = None,
+    dataset: options.Dataset = None,
     config: options.ConfigFile = None,
     settings: options.Settings = None,
-    dataset_revision: Annotated[
-        str | None,
-        typer.Option(help="Branch, tag or commit of a hub data set. Default: the present one, or the pinned."),
-    ] = None,
-    config_name: Annotated[str | None, typer.Option(help="Configuration of a hub data set.")] = None,
-    split: Annotated[
-        str | None, typer.Option(help="Split of a hub data set. Default: test, validation or train.")
-    ] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column that holds the text. Default: text.")] = None,
+    config_name: options.ConfigName = None,
+    split: options.Split = None,
+    text_column: options.TextColumn = None,
+    dataset_revision: options.DatasetRevision = None,
     protocol: Annotated[
         str | None,
         typer.Option(
@@ -67,6 +53,8 @@ def perplexity(
     trust_remote_code: options.RemoteCode = None,
     replace_scaling: options.ReplaceScaling = None,
     output: options.Output = None,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
     as_json: options.Json = False,
 ) -> None:
     """Perplexity of documents, weighted by tokens."""
@@ -97,38 +85,56 @@ def perplexity(
             "bos": bos,
         },
     )
-    # Everything is imported before the run: a broken installation must not show after it.
-    from ctxext.data import dataset_id, load_documents
-    from ctxext.evaluation import metrics, results  # noqa: F401
-    from ctxext.evaluation.perplexity import check_arguments, evaluate_perplexity
+    _evaluate("perplexity", configuration, options.Results(output, resume, overwrite, as_json))
 
-    chosen = configuration.perplexity
-    arguments: dict[str, Any] = {
-        "protocol": chosen.protocol,
-        "lengths": chosen.length,
-        "windows": chosen.window,
-        "stride": chosen.stride,
-        "targets": chosen.targets,
-        "max_documents": chosen.max_documents,
-        "max_tokens": chosen.max_tokens,
-        "min_tokens": chosen.min_tokens,
-        "batch_size": chosen.batch_size,
-    }
-    check_arguments(**arguments)
-    _check_output(output)
-    documents = load_documents(
-        chosen.dataset,
-        config_name=chosen.config_name,
-        split=chosen.split,
-        text_column=chosen.text_column,
-        revision=chosen.dataset_revision,
+
+@app.command()
+def positions(
+    model: options.Model = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="As for perplexity. Default: builtin:python-stdlib, many long documents.")
+    ] = None,
+    config: options.ConfigFile = None,
+    settings: options.Settings = None,
+    config_name: options.ConfigName = None,
+    split: options.Split = None,
+    text_column: options.TextColumn = None,
+    dataset_revision: options.DatasetRevision = None,
+    length: Annotated[int | None, typer.Option(help="Positions of each document; shorter ones are skipped.")] = None,
+    max_documents: Annotated[int | None, typer.Option(help="Stop after this many documents.")] = None,
+    bos: options.Bos = None,
+    batch_size: options.BatchSize = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    attn_implementation: options.Attention = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.RemoteCode = None,
+    replace_scaling: options.ReplaceScaling = None,
+    output: options.Output = None,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
+) -> None:
+    """Loss by position, from one pass over each document, and the length up to which the model reads."""
+    configuration = options.configure(
+        config,
+        settings,
+        model=options.model_section(
+            model, dtype, device, revision, trust_remote_code, replace_scaling, attn_implementation
+        ),
+        positions={
+            "dataset": dataset,
+            "config_name": config_name,
+            "split": split,
+            "text_column": text_column,
+            "dataset_revision": dataset_revision,
+            "length": length,
+            "max_documents": max_documents,
+            "batch_size": batch_size,
+            "bos": bos,
+        },
     )
-    loaded, tokenizer = options.load(configuration)
-    with _progress("tokens") as progress:
-        result = evaluate_perplexity(loaded, tokenizer, documents, **arguments, bos=chosen.bos, progress=progress)
-    name = dataset_id(chosen.dataset, revision=chosen.dataset_revision)
-    record = _record("perplexity", result, configuration, loaded, tokenizer, dataset=name)
-    _finish(record, output, as_json=as_json)
+    _evaluate("positions", configuration, options.Results(output, resume, overwrite, as_json))
 
 
 @app.command()
@@ -141,7 +147,15 @@ def passkey(
         list[float] | None, typer.Option(help="Where the key stands: 0 start, 1 end; may be repeated.")
     ] = None,
     trials: Annotated[int | None, typer.Option(help="Keys per length and depth.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same prompts, whatever the method.")] = None,
+    seed: options.Seed = None,
+    answers: options.Answers = None,
+    distractors: Annotated[int | None, typer.Option(help="Keys of other people, which aren't asked for.")] = None,
+    filler: Annotated[
+        str | None, typer.Option(help="A data set to hide keys in, instead of five short sentences.")
+    ] = None,
+    controls: Annotated[
+        int | None, typer.Option(help="Short prompts with, and as many without the key. Default 10, 0 for none.")
+    ] = None,
     bos: options.Bos = None,
     batch_size: options.BatchSize = None,
     dtype: options.Dtype = None,
@@ -151,6 +165,8 @@ def passkey(
     trust_remote_code: options.RemoteCode = None,
     replace_scaling: options.ReplaceScaling = None,
     output: options.Output = None,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
     as_json: options.Json = False,
 ) -> None:
     """Find a five-digit key in filler text, at several lengths and depths."""
@@ -165,110 +181,93 @@ def passkey(
             "depth": depth or None,
             "trials": trials,
             "seed": seed,
+            "answers": answers,
+            "distractors": distractors,
+            "filler": filler,
+            "controls": controls,
             "batch_size": batch_size,
             "bos": bos,
         },
     )
-    from ctxext.evaluation import metrics, results  # noqa: F401
-    from ctxext.evaluation.passkey import check_arguments, evaluate_passkey
-
-    chosen = configuration.passkey
-    arguments: dict[str, Any] = {
-        "lengths": chosen.length,
-        "depths": chosen.depth,
-        "trials": chosen.trials,
-        "batch_size": chosen.batch_size,
-    }
-    check_arguments(**arguments)
-    _check_output(output)
-    loaded, tokenizer = options.load(configuration)
-    with _progress("prompts") as progress:
-        result = evaluate_passkey(loaded, tokenizer, **arguments, seed=chosen.seed, bos=chosen.bos, progress=progress)
-    record = _record("passkey", result, configuration, loaded, tokenizer, seed=chosen.seed)
-    _finish(record, output, as_json=as_json)
+    _evaluate("passkey", configuration, options.Results(output, resume, overwrite, as_json))
 
 
-def _record(
-    task: str,
-    result: Any,
-    configuration: Config,
-    model: Any,
-    tokenizer: Any,
-    *,
-    dataset: str | None = None,
-    seed: int | None = None,
-) -> dict[str, Any]:
-    from ctxext.evaluation.results import result_record
-    from ctxext.inspection import inspect
-    from ctxext.models import model_id
-
-    settings = configuration.model
-    assert settings is not None  # options.configure has checked
-    resolved = configuration.resolved("model", "method", task)
-    resolved["model"]["name"] = model_id(settings.name)
-    if dataset is not None:
-        resolved[task]["dataset"] = dataset
-    return result_record(
-        task,
-        result,
-        model=model,
-        model_id=model_id(settings.name),
-        tokenizer=tokenizer,
-        dataset_id=dataset,
-        method=resolved["method"],
-        patch=inspect(model).summary(),
-        configuration=resolved,
-        seed=seed,
-        dtype=model.dtype,
+@app.command()
+def ruler(
+    model: options.Model = None,
+    config: options.ConfigFile = None,
+    settings: options.Settings = None,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens of prompt and answer; repeat for more rows.")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="niah_single, vt, cwe, ...; may be repeated. Default: all nine.")
+    ] = None,
+    trials: Annotated[int | None, typer.Option(help="Prompts per task and length.")] = None,
+    seed: options.Seed = None,
+    answers: options.Answers = None,
+    bos: options.Bos = None,
+    batch_size: options.BatchSize = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    attn_implementation: options.Attention = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.RemoteCode = None,
+    replace_scaling: options.ReplaceScaling = None,
+    output: options.Output = None,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
+) -> None:
+    """RULER-style tasks, without external data: finding, tracing, counting."""
+    configuration = options.configure(
+        config,
+        settings,
+        model=options.model_section(
+            model, dtype, device, revision, trust_remote_code, replace_scaling, attn_implementation
+        ),
+        ruler={
+            "length": length or None,
+            "task": task or None,
+            "trials": trials,
+            "seed": seed,
+            "answers": answers,
+            "batch_size": batch_size,
+            "bos": bos,
+        },
     )
+    _evaluate("ruler", configuration, options.Results(output, resume, overwrite, as_json))
 
 
-def _check_output(path: Path | None) -> None:
-    """Find out before the run, not after it, that its result can't be written."""
-    import tempfile
+def _evaluate(task: str, configuration: Config, wanted: options.Results) -> None:
+    # Everything is imported before the run: a broken installation must not show after it.
+    from ctxext.evaluation import metrics  # noqa: F401
+    from ctxext.evaluation.runs import Run, is_main_process
+    from ctxext.evaluation.tasks import measure, prepare
 
-    from ctxext.errors import ConfigError
-
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"--output {path}: this is a folder; give a file name")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file() or not path.exists():
-            tempfile.TemporaryFile(dir=path.resolve().parent).close()
-    except OSError as error:
-        raise ConfigError(f"--output {path}: can't be written: {error.strerror}") from None
+    prepared = prepare(task, configuration)
+    run = Run(wanted.output, resume=wanted.resume, overwrite=wanted.overwrite)
+    loaded, tokenizer = options.load(configuration)
+    with options.progress_bar(prepared.unit) as progress:
+        record, _ = measure(task, prepared, configuration, loaded, tokenizer, run, progress)
+    if is_main_process():
+        _finish(record, wanted)
+    if record["status"] != "complete":
+        raise typer.Exit(3)
 
 
-def _finish(record: dict[str, Any], output: Path | None, *, as_json: bool) -> None:
+def _finish(record: dict[str, Any], wanted: options.Results) -> None:
     import json
 
     from ctxext.cli.tables import print_record
-    from ctxext.evaluation.files import write_json
 
-    if as_json:
+    if wanted.as_json:
         typer.echo(json.dumps(record, indent=2, allow_nan=False))
     else:
         print_record(record)
-    if output is not None:
-        write_json(record, output)
-        typer.echo(f"wrote {output}", err=True)
+    if record["status"] != "complete":
+        first = next(sample["error"] for sample in record["samples"] if sample["error"])
+        typer.echo(f"{record['counts']['errors']} prompts failed and count as wrong; the first: {first}", err=True)
+    if wanted.output is not None:
+        from ctxext.evaluation.artefacts import write_artefacts
 
-
-@contextmanager
-def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(unit, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+        for line in write_artefacts(record, wanted.output):
+            typer.echo(line, err=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -30,8 +32,42 @@ ReplaceScaling = Annotated[
 ]
 BatchSize = Annotated[int | None, typer.Option(help="Inputs of equal length run together; the result is the same.")]
 Bos = Annotated[str | None, typer.Option(help="auto (as the tokenizer does by default), always or never.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON to this file.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same prompts, whatever the method.")]
+Answers = Annotated[
+    str | None,
+    typer.Option(
+        help="generated: what the model says. forced: the right answer's loss and whether it is the likeliest."
+        " both: from one reading."
+    ),
+]
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        help="Hub id, pg19, proofpile, govreport, wikitext, .txt/.jsonl/.parquet file, folder, "
+        "builtin:python-docs or builtin:python-stdlib."
+    ),
+]
+ConfigName = Annotated[str | None, typer.Option(help="Configuration of a hub data set.")]
+Split = Annotated[str | None, typer.Option(help="Split of a hub data set. Default: test, validation or train.")]
+TextColumn = Annotated[str | None, typer.Option(help="Column that holds the text. Default: text.")]
+DatasetRevision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a hub data set. Default: the present one, or the pinned.")
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Folder for the result, the records it is made of, and pictures.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the output folder.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Throw away the run in the output folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+class Results(NamedTuple):
+    """What becomes of a result."""
+
+    output: Path | None
+    resume: bool
+    overwrite: bool
+    as_json: bool
 
 
 def model_section(
@@ -68,6 +104,7 @@ def configure(config: Path | None, settings: list[str] | None, **sections: dict[
 
 def load(configuration: Config) -> tuple[Any, Any]:
     """Model and tokenizer as configured, patched."""
+    from ctxext.evaluation.runs import local_device
     from ctxext.models import load_model
 
     settings = configuration.model
@@ -76,9 +113,31 @@ def load(configuration: Config) -> tuple[Any, Any]:
         settings.name,
         configuration.method,
         dtype=settings.dtype,
-        device=settings.device,
+        device=settings.device or local_device(),
         attn_implementation=settings.attn_implementation,
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
         replace_scaling=settings.replace_scaling,
     )
+
+
+@contextmanager
+def progress_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, to be called with what is done and what there is in all."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from ctxext.evaluation.runs import is_main_process
+
+    columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    console, hidden = Console(stderr=True), not is_main_process()
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task(unit, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)

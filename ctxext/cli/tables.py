@@ -12,15 +12,61 @@ from rich.table import Table
 def print_record(record: Mapping[str, Any]) -> None:
     """Print the rows of a result on stdout, under a line that says what was measured and how."""
     protocol, console = record["protocol"], Console()
-    name = protocol["version"] if record["task"] == "passkey" else f"{protocol['name']} v{protocol['version']}"
-    title = f"{record['task']} · {name} · {record['provenance']['model']} · {_method(record)}"
+    version = str(protocol["version"])
+    name = version if version.startswith(protocol["name"]) else f"{protocol['name']} v{version}"
+    title = f"{record['task']} · {name} · {record['provenance']['model']} · {method_name(record)}"
     console.print(title, highlight=False, markup=False)
-    console.print(_perplexity(record["rows"]) if record["task"] == "perplexity" else _passkey(record["rows"]))
+    console.print(_TABLES[record["task"]](record["rows"]))
+    for line in _conclusions(record):
+        console.print(line, highlight=False, markup=False)
     counts = ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in record["counts"].items() if value)
     console.print(counts, highlight=False, markup=False, style="dim")
 
 
-def _method(record: Mapping[str, Any]) -> str:
+def _conclusions(record: Mapping[str, Any]) -> list[str]:
+    """What the summary of a result says, in sentences."""
+    summary, lines = record.get("summary") or {}, []
+    if record["task"] == "positions" and "plateau" in summary:
+        onset, gain = summary["onset"], summary["gain"]
+        if onset is None:
+            lines.append(f"reads all {summary['longest']:,} positions that were measured without failing")
+        else:
+            lines.append(f"fails from position {onset:,} on (trained length {summary['trained']:,})")
+        low, high = summary["gain_ci95"] or (gain, gain)
+        lines.append(f"context beyond the trained length gains {gain:.3f} nats a token ({low:.3f} to {high:.3f})")
+    if record["task"] == "passkey":
+        lines += _passkey_conclusions(summary)
+    if record["task"] == "ruler" and "effective_length" in summary:
+        effective, threshold = summary["effective_length"], summary["threshold"]
+        reached = "no length" if effective is None else f"up to {effective:,} tokens"
+        lines.append(f"mean score of at least {threshold:.1%}: {reached}")
+    return lines
+
+
+def _passkey_conclusions(summary: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if summary.get("controls"):
+        short, empty = summary["controls"]["short"], summary["controls"]["no_needle"]
+        lines.append(
+            f"controls: {short['correct']} of {short['trials']} in {short_length()} tokens, "
+            f"{empty['correct']} of {empty['trials']} without the key"
+        )
+    if summary.get("floor"):
+        lines.append("task floor: the model can't do this task even in short prompts, so that the grid says little")
+    if summary.get("agreement") is not None and summary["agreement"] < 0.99:
+        lines.append(f"forced and generated answers agree in {summary['agreement']:.0%} of the prompts only")
+    return lines
+
+
+def short_length() -> str:
+    """Tokens of the control prompts, for people."""
+    from ctxext.evaluation.passkey import CONTROL_LENGTH
+
+    return f"{CONTROL_LENGTH:,}"
+
+
+def method_name(record: Mapping[str, Any]) -> str:
+    """The method of a result with its settings, or what the plain model is."""
     method, patch = record["method"], record["patch"] or {}
     if method is not None:
         settings = ", ".join(f"{key} {value}" for key, value in method.items() if key != "name")
@@ -50,17 +96,40 @@ def _perplexity(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _passkey(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("length", "depth", "correct", "accuracy", "95 % interval", box=None, header_style="bold")
+    forced = "answer_nll" in rows[0]
+    if forced:
+        table.add_column("NLL of the answer")
     for column in table.columns:
         column.justify = "right"
     for row in rows:
         low, high = row["wilson95"]
-        table.add_row(
-            f"{row['length']:,}",
-            f"{row['depth']:.2f}",
-            f"{row['correct']}/{row['trials']}",
-            f"{row['accuracy']:.0%}",
-            f"{low:.0%} - {high:.0%}",
-        )
+        cells = [f"{row['length']:,}", f"{row['depth']:.2f}", f"{row['correct']}/{row['trials']}"]
+        cells += [f"{row['accuracy']:.0%}", f"{low:.0%} - {high:.0%}"]
+        if forced:
+            cells.append(f"{row['answer_nll']:.3f}" if "answer_nll" in row else "-")
+        table.add_row(*cells)
+    return table
+
+
+def _positions(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("positions", "tokens", "documents", "NLL", "95 % interval", box=None, header_style="bold")
+    for column in table.columns:
+        column.justify = "right"
+    for row in rows:
+        interval = "one document" if row["ci95"] is None else f"{row['ci95'][0]:.3f} - {row['ci95'][1]:.3f}"
+        cells = [f"{row['low']:,} - {row['high'] - 1:,}", f"{row['tokens']:,}", f"{row['documents']:,}"]
+        table.add_row(*cells, f"{row['nll']:.4f}", interval)
+    return table
+
+
+def _ruler(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("task", "length", "score", "95 % interval", "strict", "all found", box=None, header_style="bold")
+    for column in list(table.columns)[1:]:
+        column.justify = "right"
+    for row in rows:
+        low, high = row["wilson95"]
+        cells = [row["task"], f"{row['length']:,}", f"{row['score']:.1%}", f"{low:.0%} - {high:.0%}"]
+        table.add_row(*cells, f"{row['strict']:.1%}", f"{row['correct']}/{row['trials']}")
     return table
 
 
@@ -68,3 +137,6 @@ def _number(value: float | None) -> str:
     if value is None:
         return "overflow"
     return f"{value:.3f}" if value < 1000 else f"{value:.3g}"
+
+
+_TABLES = {"perplexity": _perplexity, "positions": _positions, "passkey": _passkey, "ruler": _ruler}

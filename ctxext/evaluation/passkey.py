@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ctxext.data import resolve_bos
@@ -44,13 +44,18 @@ class PasskeyResult:
     """
 
     rows: list[dict[str, Any]]
-    by_length: list[dict[str, Any]]
-    summary: dict[str, Any]
     samples: list[dict[str, Any]]
     protocol: dict[str, Any]
     counts: dict[str, int]
     wall_seconds: float
     peak_memory_bytes: int | None
+    by_length: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> list[str]:
+        """The ids of the run's parts, in order."""
+        return [sample["id"] for sample in self.samples]
 
 
 def score(continuation: str, key: str) -> bool:

@@ -1,24 +1,93 @@
 """Loss by position: where a model's reading fails, from records of one long window per document.
 
-The losses are made by perplexity.py (protocol ``prefix``); a point of the curve is the loss of the tokens with so many
+The losses are perplexity.py's (protocol ``prefix``); a point of the curve is the loss of the tokens with so many
 positions before them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
+from ctxext.data import Document
 from ctxext.errors import ConfigError
+from ctxext.evaluation.perplexity import evaluate_perplexity
 from ctxext.evaluation.records import TokenLosses, within
+from ctxext.evaluation.runs import Run
 from ctxext.evaluation.statistics import Estimate, clustered_mean
 
 TOLERANCE = 0.05
 """Nats by which the loss may rise above that at the trained length before reading counts as failing."""
+
+
+@dataclass(frozen=True)
+class PositionsResult:
+    """Rows (one per interval of positions), how far the model reads, and what is needed to repeat them."""
+
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any]
+    protocol: dict[str, Any]
+    counts: dict[str, int]
+    document_ids: list[str]
+    dataset_fingerprint: str
+    wall_seconds: float
+    peak_memory_bytes: int | None
+    losses: list[TokenLosses] = field(default_factory=list, repr=False)
+    parts: list[str] = field(default_factory=list, repr=False)
+
+
+def evaluate_positions(
+    model: Any,
+    tokenizer: Any,
+    documents: Iterable[Document],
+    *,
+    length: int,
+    trained: int,
+    max_documents: int | None = None,
+    batch_size: int = 1,
+    bos: Literal["auto", "always", "never"] = "auto",
+    run: Run | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> PositionsResult:
+    """The loss curve of ``model`` over the first ``length`` positions of documents, from one pass over each.
+
+    ``trained`` is the trained length in tokens, from which failing is counted. With one document, or a ``length`` of no
+    more than that, there is a curve, but ``summary`` can't say how far the model reads. Documents, ``run`` and
+    ``progress`` are as in ``evaluate_perplexity``, whose parts of protocol ``prefix`` these are.
+
+    Raises ConfigError for arguments out of range, DataError if no document is long enough.
+    """
+    settings: dict[str, Any] = {"max_documents": max_documents, "batch_size": batch_size, "bos": bos}
+    result = evaluate_perplexity(model, tokenizer, documents, lengths=[length], **settings, run=run, progress=progress)
+    records = result.losses[length]
+    edges = sorted({*default_edges(length), *([trained] if trained < length else [])})
+    summary: dict[str, Any] = {"trained": trained, "longest": length}
+    if length > trained and len(records) > 1:
+        reached = reach(records, trained, edges)
+        summary |= {
+            "plateau": reached.plateau,
+            "onset": reached.onset,
+            "effective_length": reached.effective_length,
+            "gain": reached.gain.value,
+            "gain_ci95": reached.gain.ci95,
+        }
+    kept = {key: result.protocol[key] for key in ("max_documents", "min_tokens", "bos", "bos_id")}
+    return PositionsResult(
+        rows=curve(records, edges),
+        summary=summary,
+        protocol={"name": "positions", "version": 1, "length": length, "tolerance": TOLERANCE, **kept},
+        counts=result.counts,
+        document_ids=result.document_ids,
+        dataset_fingerprint=result.dataset_fingerprint,
+        wall_seconds=result.wall_seconds,
+        peak_memory_bytes=result.peak_memory_bytes,
+        losses=records,
+        parts=result.parts,
+    )
 
 
 def default_edges(longest: int) -> list[int]:

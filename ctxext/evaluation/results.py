@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -11,8 +13,6 @@ from typing import Any
 import torch
 
 from ctxext.evaluation.files import plain
-from ctxext.evaluation.passkey import PasskeyResult
-from ctxext.evaluation.perplexity import PerplexityResult
 from ctxext.evaluation.scoring import bare_model
 
 SCHEMA_VERSION = 1
@@ -20,28 +20,31 @@ SCHEMA_VERSION = 1
 
 def result_record(
     task: str,
-    result: PerplexityResult | PasskeyResult,
+    result: Any,
     *,
     model: Any,
     model_id: str,
     tokenizer: Any,
+    revision: str | None = None,
     dataset_id: str | None = None,
     method: Mapping[str, Any] | None = None,
     patch: Mapping[str, Any] | None = None,
     configuration: Mapping[str, Any],
     seed: int | None,
-    dtype: str | torch.dtype,
+    reused: int = 0,
 ) -> dict[str, Any]:
-    """The JSON-ready record of ``result``.
+    """The JSON-ready record of ``result``, which is what any of the evaluations returned.
 
     ``method`` is the method's settings (None for the unpatched model), ``patch`` what inspecting the live model showed
-    (frequency fingerprint, patched modules), ``configuration`` the resolved configuration of the run. Two records can
-    be compared if their ``protocol``, and for perplexity their ``dataset``, agree.
+    (frequency fingerprint, patched modules), ``configuration`` the resolved configuration of the run, ``reused`` how
+    many of its parts an earlier, interrupted run had done. ``status`` is ``partial`` if a part failed. Two records can
+    be compared if their ``protocol``, and for texts their ``dataset``, agree.
     """
     model = bare_model(model)
     record: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "task": task,
+        "status": "partial" if result.counts.get("errors") else "complete",
         "rows": result.rows,
         "protocol": result.protocol,
         "method": method,
@@ -53,22 +56,74 @@ def result_record(
             "platform": platform.platform(),
             "device": _device_name(model),
             "model": model_id,
+            "revision": revision,
             "model_type": getattr(model.config, "model_type", None),
             "tokenizer": {"class": type(tokenizer).__name__, "vocabulary": len(tokenizer)},
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": str(model.dtype).removeprefix("torch."),
             "attn_implementation": getattr(model.config, "_attn_implementation", None),
             "seed": seed,
             "created_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "wall_seconds": result.wall_seconds,
             "peak_memory_bytes": result.peak_memory_bytes,
+            "parts_reused": reused,
         },
     }
-    if isinstance(result, PerplexityResult):
-        fingerprint, ids = result.dataset_fingerprint, result.document_ids
+    record |= {key: getattr(result, key) for key in ("by_length", "summary", "samples") if hasattr(result, key)}
+    if hasattr(result, "dataset_fingerprint"):
+        fingerprint, ids = result.dataset_fingerprint, getattr(result, "document_ids", [])
         record["dataset"] = {"id": dataset_id, "fingerprint": fingerprint, "document_ids": ids}
-    else:
-        record["samples"] = result.samples
     return plain(record)  # type: ignore[no-any-return]  # a mapping comes back as a dict
+
+
+def run_settings(
+    task: str,
+    *,
+    model: Any,
+    model_id: str,
+    revision: str | None,
+    tokenizer: Any,
+    bos: str,
+    dataset_id: str | None,
+    method: Mapping[str, Any] | None,
+    patch: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """All that decides what a window or prompt gives, except for itself: runs that agree in it may share parts."""
+    model = bare_model(model)
+    return {
+        "task": task,
+        "model": model_id,
+        "revision": revision,
+        "weights": weights_fingerprint(model),
+        "method": method,
+        "patch": None if patch is None else patch.get("fingerprint"),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attn_implementation": getattr(model.config, "_attn_implementation", None),
+        "device": torch.device(model.device).type,
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "bos": bos,
+        "dataset": dataset_id,
+        "versions": {
+            name: version for name, version in _versions().items() if name in ("ctxext", "torch", "transformers")
+        },
+    }
+
+
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """The sha256 of every parameter's name, shape and 64 of its values, evenly spaced: tells checkpoints apart."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        sample = flat[torch.arange(64, device=flat.device) * (len(flat) - 1) // 63] if len(flat) else flat
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(sample.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """The sha256 of what the tokenizer does: its whole definition, or its vocabulary for slow ones."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    definition = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(definition.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _versions() -> dict[str, str | None]:

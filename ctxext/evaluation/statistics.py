@@ -83,6 +83,15 @@ def wilson95(correct: int, trials: int) -> list[float]:
     return [float(interval.low), float(interval.high)]
 
 
+def wilson95_mean(mean: float, trials: int) -> list[float]:
+    """The Wilson interval of a mean of shares between 0 and 1, whose variance is at most that of a proportion."""
+    from scipy import stats
+
+    z2 = float(stats.norm.ppf(0.975)) ** 2
+    center, half = mean + z2 / (2 * trials), math.sqrt(z2 * (mean * (1 - mean) / trials + z2 / (4 * trials**2)))
+    return [max(0.0, (center - half) / (1 + z2 / trials)), min(1.0, (center + half) / (1 + z2 / trials))]
+
+
 def exponential(nll: float) -> float | None:
     """``exp(nll)``, None where that is too large for a float."""
     try:
