@@ -25,6 +25,11 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, (int, float, str)) else value
 
 
+def _inner_method(value: Any) -> Any:
+    """A method from a mapping, in a section that holds several."""
+    return parse_inner_method(value, "compare.methods") if isinstance(value, Mapping) else value
+
+
 Lengths = Annotated[tuple[Annotated[WholeNumber, Field(ge=2)], ...], BeforeValidator(_listed)]
 Depths = Annotated[tuple[Annotated[Number, Field(ge=0, le=1)], ...], BeforeValidator(_listed)]
 
@@ -108,12 +113,25 @@ class RulerSection(Section):
     bos: Literal["auto", "always", "never"] = "auto"
 
 
+class CompareSection(Section):
+    """Several methods on one checkpoint."""
+
+    methods: dict[str, Annotated[Method | None, BeforeValidator(_inner_method)]] = Field(
+        default_factory=dict, description="Label: method, or null for the plain model."
+    )
+    tasks: Annotated[tuple[Literal["perplexity", "positions", "passkey", "ruler"], ...], BeforeValidator(_listed)] = (
+        "perplexity",
+        "passkey",
+    )
+
+
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelSection,
     "perplexity": PerplexitySection,
     "positions": PositionsSection,
     "passkey": PasskeySection,
     "ruler": RulerSection,
+    "compare": CompareSection,
 }
 
 
@@ -127,13 +145,18 @@ class Config:
     positions: PositionsSection
     passkey: PasskeySection
     ruler: RulerSection
+    compare: CompareSection
 
     def resolved(self, *sections: str) -> dict[str, Any]:
         """Plain values with all defaults filled in, as they are written beside results."""
         values = {}
         for name in sections:
             section = getattr(self, name)
-            values[name] = None if section is None else section.model_dump(mode="json", exclude_none=name == "method")
+            values[name] = (
+                None
+                if section is None
+                else section.model_dump(mode="json", exclude_none=name == "method", serialize_as_any=True)
+            )
         return values
 
 
@@ -181,6 +204,7 @@ def load_config(
         positions=parsed["positions"],  # type: ignore[arg-type]
         passkey=parsed["passkey"],  # type: ignore[arg-type]
         ruler=parsed["ruler"],  # type: ignore[arg-type]
+        compare=parsed["compare"],  # type: ignore[arg-type]
     )
 
 

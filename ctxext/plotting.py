@@ -246,6 +246,81 @@ _PICTURES = {
 }
 
 
+def plot_compared(summary: Mapping[str, Any], folder: str | os.PathLike[str]) -> list[Path]:
+    """The pictures of a comparison (``evaluation.compare.summary``) in ``folder``, and their paths.
+
+    Perplexity by length (``perplexity.png``), loss by position (``positions.png``) and passkeys by length and depth
+    (``passkey.png``); what wasn't measured has none.
+    """
+    folder = Path(folder)
+    drawn = []
+    for name, draw, key in (
+        ("perplexity", _compared_perplexity, "perplexity"),
+        ("positions", _compared_positions, "curve"),
+        ("passkey", _compared_passkeys, "passkey"),
+    ):
+        entries = [entry for entry in summary["entries"] if key in entry]
+        if entries:
+            draw(entries, summary["trained"], folder / f"{name}.png")
+            drawn.append(folder / f"{name}.png")
+    return drawn
+
+
+def _compared_perplexity(entries: Sequence[Mapping[str, Any]], trained: int, path: Path) -> None:
+    figure, axes = _figure(width=8)
+    for i, entry in enumerate(entries):
+        rows = [row for row in entry["perplexity"]["rows"] if row["perplexity"] is not None]
+        lengths, style = [row["length"] for row in rows], _style(i)
+        axes.plot(lengths, [row["perplexity"] for row in rows], label=entry["label"], **style)
+        if all(row["ci95"] for row in rows):
+            bounds = list(zip(*(row["ci95"] for row in rows), strict=True))
+            axes.fill_between(lengths, *bounds, color=style["color"], alpha=0.12, linewidth=0)
+    axes.set_yscale("log")
+    axes.set(xlabel="length in tokens", ylabel="perplexity of all tokens up to there", title="Reading on")
+    _by_length(axes, trained)
+    _save(figure, path)
+
+
+def _compared_positions(entries: Sequence[Mapping[str, Any]], trained: int, path: Path) -> None:
+    figure, axes = _figure(width=8)
+    for i, entry in enumerate(entries):
+        plot_curve(axes, entry["curve"], label=entry["label"], **_style(i))
+    axes.set(xlabel="position in tokens", ylabel="loss in nats", title="Loss by position")
+    _by_length(axes, trained)
+    _save(figure, path)
+
+
+def _compared_passkeys(entries: Sequence[Mapping[str, Any]], trained: int, path: Path) -> None:
+    columns = min(4, len(entries))
+    lines = math.ceil(len(entries) / columns)
+    depths = sorted({row["depth"] for row in entries[0]["passkey"]["rows"]})
+    figure, axes = _figure(width=2.9, height=lines * (0.12 * len(depths) + 1.6), columns=columns, rows=lines)
+    flat = [axes] if len(entries) == 1 else list(getattr(axes, "flat", axes))
+    for ax, entry in zip(flat, entries, strict=False):
+        values = {(row["depth"], row["length"]): row["accuracy"] for row in entry["passkey"]["rows"]}
+        _heatmap(figure, ax, values, depths, [f"{depth:.0%}" for depth in depths], "", bar=False, numbers=False)
+        found = sum(row["correct"] for row in entry["passkey"]["rows"])
+        asked = sum(row["trials"] for row in entry["passkey"]["rows"])
+        ax.set_title(f"{entry['label']}: {found} of {asked}", fontsize="medium")
+        ax.tick_params(labelsize="x-small")
+    for ax in flat[len(entries) :]:
+        ax.set_axis_off()
+    figure.suptitle("Passkeys found by length and depth (yellow: all, blue: none)")
+    _save(figure, path)
+
+
+def _style(i: int) -> dict[str, Any]:
+    return {"color": f"C{i % 10}"}
+
+
+def _by_length(axes: Any, trained: int) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.axvline(trained, color="0.5", linewidth=1, linestyle="--")
+    axes.annotate(" trained length", (trained, 0.98), xycoords=("data", "axes fraction"), va="top", color="0.4")
+    axes.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+
+
 def _heatmap(
     figure: Any,
     axes: Any,
@@ -256,6 +331,8 @@ def _heatmap(
     *,
     limits: tuple[float, float] | None = (0, 1),
     cmap: str = "cividis",
+    bar: bool = True,
+    numbers: bool = True,
 ) -> None:
     """Cells by line (in ``order``, shown as ``names``) and length; what wasn't measured is hatched."""
     lengths = sorted({length for _, length in values})
@@ -264,11 +341,12 @@ def _heatmap(
     axes.set_facecolor("0.9")
     axes.patch.set_hatch("///")
     image = axes.imshow(grid, cmap=cmap, vmin=low, vmax=high, aspect="auto")
-    figure.colorbar(image, ax=axes, label=label)
+    if bar:
+        figure.colorbar(image, ax=axes, label=label)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(order)), names)
     axes.set(xlabel="length in tokens")
-    if len(lengths) <= 12 and len(order) <= 32:
+    if numbers and len(lengths) <= 12 and len(order) <= 32:
         dark = image.norm
         for i, line in enumerate(grid):
             for j, value in enumerate(line):
@@ -290,7 +368,9 @@ def _within_and_beyond(rows: list[dict[str, Any]], trained: int) -> tuple[float,
     return short["perplexity"], math.exp(total / (long["tokens"] - short["tokens"]))
 
 
-def _figure(width: float = 7.0, height: float = 4.2, columns: int = 1, *, sharey: bool = False) -> tuple[Any, Any]:
+def _figure(
+    width: float = 7.0, height: float = 4.2, columns: int = 1, *, rows: int = 1, sharey: bool = False
+) -> tuple[Any, Any]:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -298,7 +378,7 @@ def _figure(width: float = 7.0, height: float = 4.2, columns: int = 1, *, sharey
         raise CtxextError("pictures need matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(width * columns, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns, sharey=sharey)
+    return figure, figure.subplots(rows, columns, sharey=sharey)
 
 
 def _save(figure: Any, path: str | os.PathLike[str]) -> None:

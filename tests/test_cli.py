@@ -6,57 +6,24 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import ctxext
 import tiny
-from ctxext.cli import info, main
+from command_line import Run
+from ctxext.cli import info
 from ctxext.methods import METHODS
 
 ATTENTION = [name for name in tiny.METHODS if name not in tiny.STATIC]
 ROOT = Path(__file__).parent.parent
 
 
-class Ran(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> Ran:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return Ran(int(caught.value.code or 0), captured.out, captured.err)
-
-    return call
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with one token per byte, trained to 64 tokens, and a text file beside it."""
-    path = tmp_path_factory.mktemp("checkpoint")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{c: i + 3 for i, c in enumerate(alphabet)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(path)
-    tiny.model("llama", vocab_size=len(vocabulary)).save_pretrained(path)
+def folder(checkpoint: Path) -> Path:
+    """A checkpoint with a text file and a configuration beside it."""
+    path = checkpoint
     (path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
     (path / "yarn.yaml").write_text("method: {name: yarn, factor: 4}\nperplexity: {length: [32, 64]}\n")
     return path

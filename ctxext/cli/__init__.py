@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ctxext import __version__
-from ctxext.cli import evaluate, info
+from ctxext.cli import compare, evaluate, info
 from ctxext.errors import CtxextError
 
 app = typer.Typer(
@@ -23,7 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+evaluate.app.command("compare")(compare.compare)
 app.add_typer(evaluate.app, name="eval")
+app.command("report")(compare.report)
 app.command("inspect")(info.inspect)
 app.command("methods")(info.methods)
 app.command("env")(info.env)

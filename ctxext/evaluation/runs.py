@@ -132,6 +132,13 @@ class Run:
             self._parts |= dict(gather_object(own))
         return self._parts
 
+    def close(self) -> None:
+        """Leave the folder as it is, to be gone on with later."""
+        if self._file is not None:
+            self._file.close()
+        if self._lock is not None:
+            self._lock.release()
+
     def finish(self, record: Mapping[str, Any], order: Sequence[str]) -> None:
         """Write records, losses and last the result; ``order`` is that of the parts, others follow by id."""
         if self.folder is None:

@@ -1,0 +1,271 @@
+"""Several methods on one checkpoint: the same questions to each, differences to the plain model, and how sure they are.
+
+What is asked is decided by the tasks (tasks.py); pictures and tables are made elsewhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ctxext.errors import ConfigError, CtxextError, PatchError
+from ctxext.evaluation.positions import curve, default_edges
+from ctxext.evaluation.records import TokenLosses, within
+from ctxext.evaluation.runs import Run
+from ctxext.evaluation.statistics import clustered_mean, holm, paired_proportions
+from ctxext.evaluation.tasks import Prepared, Progress, measure
+from ctxext.inspection import inspect
+from ctxext.patching import active_patch, patch, unwrap
+
+if TYPE_CHECKING:
+    from ctxext.config import Config
+    from ctxext.methods import Method
+
+PLAIN = "plain"
+"""The label of the model without a method, which every comparison has."""
+PROBE_TOKENS = 64
+NOISE = {"float32": 1e-4}
+"""Mean losses that differ by less, in nats, are the same: kernels round differently. By dtype; 1e-3 for 16-bit ones."""
+
+
+@dataclass
+class Entry:
+    """One method: the records of its tasks by name, or why there are none.
+
+    ``losses`` are those of its perplexity, by length or window.
+    """
+
+    label: str
+    method: Method | None
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    losses: dict[int, list[TokenLosses]] = field(default_factory=dict, repr=False)
+
+
+def compare(
+    model: Any,
+    tokenizer: Any,
+    methods: Mapping[str, Method | None],
+    tasks: Mapping[str, Prepared],
+    configuration: Config,
+    *,
+    folder: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[str, str, Prepared], Any] | None = None,
+) -> list[Entry]:
+    """Run ``tasks`` on the plain model and on each of ``methods``, one after the other, on weights loaded once.
+
+    Each method is put on, checked to act, and taken off; after it, and before the next, the plain model's logits must
+    be what they were, to the bit. A method that doesn't fit the model, or a task that runs out of memory, is an entry
+    with the reason, and the rest goes on.
+
+    Args:
+        model: a loaded model; a method that is on is taken off, and not put back.
+        tokenizer: the model's.
+        methods: by label; None is the plain model, which is always there, and first.
+        tasks: evaluations by name.
+        configuration: what the tasks were prepared from.
+        folder: for the runs, one each in ``<label>/<task>``.
+        resume: go on with runs that are there.
+        overwrite: start again.
+        progress: called with label, task and evaluation before each; a context manager that gives a callback.
+
+    Raises:
+        PatchError: a method that changes nothing, or a plain model that isn't what it was.
+    """
+    if active_patch(unwrap(model)) is not None:
+        active_patch(unwrap(model)).remove()  # type: ignore[union-attr]  # it was there a line ago
+    baseline, fingerprint = _probe(model), inspect(model).fingerprint
+    entries = []
+    for label, method in {PLAIN: None, **{label: m for label, m in methods.items() if m is not None}}.items():
+        entry = Entry(label, method)
+        entries.append(entry)
+        try:
+            handle = None if method is None else patch(model, method, replace_scaling=_replaces(configuration))
+        except CtxextError as error:
+            entry.reasons = dict.fromkeys(tasks, str(error))
+            continue
+        if handle is not None and inspect(model).fingerprint == fingerprint:
+            raise PatchError(f"{label}: the method changes nothing: its rotations are the plain model's")
+        for task, prepared in tasks.items():
+            place = None if folder is None else folder / _slug(label) / task
+            run = Run(place, resume=resume and place is not None, overwrite=overwrite and place is not None)
+            with progress(label, task, prepared) if progress is not None else _silent() as bar:
+                _measure(entry, task, prepared, replace(configuration, method=method), model, tokenizer, run, bar)
+        if handle is not None:
+            handle.remove()
+        if not torch.equal(_probe(model), baseline):
+            raise PatchError(f"after {label} the plain model's logits are not what they were: results would be wrong")
+    return entries
+
+
+def summary(entries: Sequence[Entry], trained: int) -> dict[str, Any]:
+    """The comparison as JSON-ready values: a row for each entry, with paired differences to the plain model.
+
+    ``short`` is the difference in mean loss (nats a token) on the tokens within the trained length, ``long`` on all
+    those that were scored, each with its 95 % interval over documents (None for one) and a p value, alone and by Holm's
+    method over the table. ``found`` is the difference in the share of passkeys, by McNemar's test.
+    """
+    plain = entries[0]
+    for task in {task for entry in entries for task in entry.records}:
+        check_comparable([entry.records[task] for entry in entries if task in entry.records])
+    rows = []
+    for entry in entries:
+        row: dict[str, Any] = {
+            "label": entry.label,
+            "method": None if entry.method is None else entry.method.model_dump(mode="json", exclude_none=True),
+            "reasons": entry.reasons,
+        }
+        for task, record in entry.records.items():
+            row[task] = {key: record[key] for key in ("rows", "by_length", "summary") if key in record}
+            row[task]["wall_seconds"] = record["provenance"]["wall_seconds"]
+            row[task]["peak_memory_bytes"] = record["provenance"]["peak_memory_bytes"]
+            row[task]["errors"] = record["counts"].get("errors", 0)
+        if entry.losses:
+            row["curve"] = _curve(entry, trained)
+            if entry is not plain and plain.losses:
+                row |= _differences(entry, plain, trained)
+        if entry is not plain and "passkey" in entry.records and "passkey" in plain.records:
+            row["found"] = _found(entry.records["passkey"], plain.records["passkey"])
+        rows.append(row)
+    for name in ("short", "long", "found"):
+        tested = [row[name] for row in rows if row.get(name) and row[name]["p"] is not None]
+        for difference, p in zip(tested, holm([difference["p"] for difference in tested]), strict=True):
+            difference["p_holm"] = p
+    dtypes = {record["provenance"]["dtype"] for entry in entries for record in entry.records.values()}
+    noise = max((NOISE.get(dtype, 1e-3) for dtype in dtypes), default=1e-3)
+    return {"schema_version": 1, "trained": trained, "noise_floor_nll": noise, "entries": rows}
+
+
+def check_comparable(records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError unless results of one task were made with the same protocol on the same text."""
+    for key in ("protocol", "dataset"):
+        first, *rest = (record.get(key) for record in records)
+        for other in rest:
+            if other != first:
+                raise ConfigError(f"results of {records[0]['task']} can't be compared: their {key} differs")
+
+
+def _measure(
+    entry: Entry,
+    task: str,
+    prepared: Prepared,
+    configuration: Config,
+    model: Any,
+    tokenizer: Any,
+    run: Run,
+    bar: Progress | None,
+) -> None:
+    """The record of one task, or the reason why there is none."""
+    try:
+        record, result = measure(task, prepared, configuration, model, tokenizer, run, bar)
+    except (CtxextError, RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
+        if _is_about_the_run(error):
+            raise
+        entry.reasons[task] = " ".join(str(error).split()) or type(error).__name__
+        run.close()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return
+    entry.records[task] = record
+    if task == "perplexity":
+        entry.losses = result.losses
+
+
+def _is_about_the_run(error: BaseException) -> bool:
+    """Errors about the output folder, which concern all methods alike."""
+    return isinstance(error, ConfigError) and "--output" in str(error)
+
+
+@torch.no_grad()
+def _probe(model: nn.Module) -> Tensor:
+    """Logits of a short input."""
+    base = unwrap(model)
+    vocabulary = int(base.get_output_embeddings().weight.shape[0])
+    ids = torch.arange(1, PROBE_TOKENS + 1) * 7919 % vocabulary
+    logits: Tensor = base(input_ids=ids[None].to(base.device), use_cache=False).logits.clone()
+    return logits
+
+
+def _replaces(configuration: Config) -> bool:
+    return configuration.model is not None and configuration.model.replace_scaling
+
+
+def _slug(label: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-").lower()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    yield None
+
+
+def _longest(entry: Entry) -> list[TokenLosses]:
+    return entry.losses[max(entry.losses)]
+
+
+def _curve(entry: Entry, trained: int) -> list[dict[str, Any]]:
+    """Loss by position, of the longest windows."""
+    records = _longest(entry)
+    longest = 1 + max(int(record.context.max()) for record in records if len(record))
+    edges = sorted({*default_edges(longest), *([trained] if trained < longest else [])})
+    return curve(records, edges)
+
+
+def _differences(entry: Entry, plain: Entry, trained: int) -> dict[str, Any]:
+    if set(entry.losses) != set(plain.losses):
+        return {}
+    ours, theirs = _longest(entry), _longest(plain)
+    return {
+        "short": _difference(within(ours, 0, trained), within(theirs, 0, trained)),
+        "long": _difference(ours, theirs),
+    }
+
+
+def _difference(ours: Sequence[TokenLosses], theirs: Sequence[TokenLosses]) -> dict[str, Any] | None:
+    """Mean difference in loss on the same tokens of the same documents."""
+    sums, tokens = [], []
+    for one, other in zip(ours, theirs, strict=True):
+        if one.document != other.document or not (one.token == other.token).all():
+            raise ConfigError("losses of different tokens can't be compared: the methods read other documents")
+        if len(one):
+            sums.append(float((one.loss.astype(float) - other.loss.astype(float)).sum()))
+            tokens.append(len(one))
+    if not sums:
+        return None
+    estimate = clustered_mean(sums, tokens)
+    better = sum(total < 0 for total in sums)
+    return {
+        "difference": estimate.value,
+        "ratio": math.exp(estimate.value),
+        "ci95": estimate.ci95,
+        "p": estimate.p,
+        "documents": estimate.clusters,
+        "documents_better": better,
+    }
+
+
+def _found(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    answers = {sample["id"]: bool(sample["correct"]) for sample in theirs["samples"]}
+    asked = [sample for sample in ours["samples"] if sample["task"] == "passkey" and sample["trial"] >= 0]
+    pairs = [(bool(sample["correct"]), answers[sample["id"]]) for sample in asked]
+    paired = paired_proportions([one for one, _ in pairs], [other for _, other in pairs])
+    return {
+        "difference": paired.difference,
+        "ci95": list(paired.ci95),
+        "p": paired.p,
+        "only_here": paired.first_only,
+        "only_plain": paired.second_only,
+        "trials": paired.trials,
+    }

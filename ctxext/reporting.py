@@ -1,0 +1,294 @@
+"""Results as documents: Markdown and CSV tables, and one HTML page that needs nothing beside it.
+
+Everything is made from what runs and comparisons have written; no model is needed.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ctxext.errors import ConfigError
+from ctxext.evaluation.runs import read_run
+
+FORMATS = ("md", "csv", "json", "html")
+
+
+def report(folders: Sequence[Path], form: str) -> str:
+    """The results in ``folders`` (runs or comparisons) as ``md``, ``csv``, ``json`` or ``html``.
+
+    Raises:
+        ConfigError: an unknown format, or a folder without a finished run or comparison.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"format {form!r} is unknown: give one of {', '.join(FORMATS)}")
+    if not folders:
+        raise ConfigError("nothing to report: give the folders of runs or comparisons")
+    if form == "html":
+        return html_report(folders)
+    contents = [read_result(folder) for folder in folders]
+    if form == "json":
+        return json.dumps(contents, indent=2, allow_nan=False) + "\n"
+    if form == "csv":
+        return _csv(contents)
+    return "\n".join(f"## {title(content)}\n\n{markdown_table(content)}" for content in contents)
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What a comparison (compare.json) or a run (results.json) in ``folder`` has written."""
+    compared = folder / "compare.json"
+    if not compared.is_file():
+        return read_run(folder)[0]
+    try:
+        content: dict[str, Any] = json.loads(compared.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{compared}: can't be read: {error}") from None
+    return content
+
+
+def title(content: Mapping[str, Any]) -> str:
+    """What was measured, on which model."""
+    model = content["provenance"]["model"]
+    if "entries" in content:
+        return f"{len(content['entries'])} methods on {model}"
+    method = content["method"]
+    return f"{content['task']} of {model}, {method['name'] if method else 'plain'}"
+
+
+def markdown_table(content: Mapping[str, Any]) -> str:
+    """The table of a comparison, or the rows of a run."""
+    if "entries" in content:
+        return comparison_table(content)
+    header, rows = _run_cells(content)
+    return _markdown(header, rows)
+
+
+def comparison_table(compared: Mapping[str, Any]) -> str:
+    """One line for each method: perplexity by length, what short text costs, what is found, with 95 % intervals."""
+    header, rows = _compared_cells(compared)
+    notes = "".join(
+        f"\n{entry['label']}, {task}: {reason}\n"
+        for entry in compared["entries"]
+        for task, reason in entry["reasons"].items()
+    )
+    return _markdown(header, rows) + notes
+
+
+def html_report(folders: Sequence[Path]) -> str:
+    """One self-contained page: tables, pictures, what was run on what, and how to run it again.
+
+    Raises:
+        CtxextError: matplotlib or jinja2 is missing.
+    """
+    from jinja2 import Environment, PackageLoader
+
+    sections = []
+    for folder in folders:
+        content = read_result(folder)
+        compared = "entries" in content
+        header, rows = _compared_cells(content) if compared else _run_cells(content)
+        command = "compare" if compared else content["task"]
+        sections.append(
+            {
+                "title": title(content),
+                "header": header,
+                "rows": rows,
+                "pictures": _pictures(content),
+                "reasons": [
+                    (entry["label"], task, reason)
+                    for entry in content.get("entries", [])
+                    for task, reason in entry["reasons"].items()
+                ],
+                "provenance": content["provenance"],
+                "configuration": yaml.safe_dump(_without_nulls(content["configuration"]), sort_keys=False),
+                "command": f"ctxext eval {command} --config config.yaml",
+            }
+        )
+    environment = Environment(loader=PackageLoader("ctxext", ""), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template("report.html.j2").render(sections=sections)
+
+
+def _pictures(content: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Name and data address of every picture of a result."""
+    from ctxext.plotting import plot_compared, plot_record
+
+    with tempfile.TemporaryDirectory() as folder:
+        if "entries" in content:
+            plot_compared(content, folder)
+        else:
+            plot_record(content, folder)
+        return [
+            (file.stem, "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode())
+            for file in sorted(Path(folder).glob("*.png"))
+        ]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _compared_cells(compared: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    entries = compared["entries"]
+    columns: list[tuple[str, Any]] = [("method", lambda entry: entry["label"])]
+    for size in _sizes(entries, "perplexity", "rows"):
+        columns.append((f"perplexity to {size:,}", lambda entry, size=size: _perplexity(entry, size)))
+    if any(entry.get("short") for entry in entries):
+        name = f"change of loss within {compared['trained']:,}"
+        columns.append(
+            (name, lambda entry: _change(entry.get("short"), compared["noise_floor_nll"], plain=entry is entries[0]))
+        )
+    for size in _sizes(entries, "passkey", "by_length"):
+        columns.append((f"passkeys in {size:,}", lambda entry, size=size: _found(entry, size)))
+    if any(entry.get("found") for entry in entries):
+        columns.append(("passkeys against plain", lambda entry: _share(entry.get("found"), plain=entry is entries[0])))
+    for size in _sizes(entries, "ruler", "by_length"):
+        columns.append((f"RULER tasks in {size:,}", lambda entry, size=size: _score(entry, size)))
+    if any("positions" in entry for entry in entries):
+        columns.append(("reads up to", _reads))
+    return [name for name, _ in columns], [[cell(entry) for _, cell in columns] for entry in entries]
+
+
+def _sizes(entries: Sequence[Mapping[str, Any]], task: str, rows: str) -> list[int]:
+    return sorted({row["length"] for entry in entries if task in entry for row in entry[task][rows]})
+
+
+def _row(entry: Mapping[str, Any], task: str, rows: str, size: int) -> Mapping[str, Any] | None:
+    return next((row for row in entry.get(task, {}).get(rows, []) if row["length"] == size), None)
+
+
+def _perplexity(entry: Mapping[str, Any], size: int) -> str:
+    row = _row(entry, "perplexity", "rows", size)
+    if row is None:
+        return "-"
+    value = _number(row["perplexity"])
+    return value if row["ci95"] is None else f"{value} ({' to '.join(map(_number, row['ci95']))})"
+
+
+def _change(difference: Mapping[str, Any] | None, noise: float, *, plain: bool) -> str:
+    if plain or difference is None:
+        return "" if plain else "-"
+    if abs(difference["difference"]) < noise:
+        return "≈ 0"
+    value = f"{difference['difference']:+.4f}"
+    if difference["ci95"] is None:
+        return value
+    low, high = difference["ci95"]
+    return f"{value} ({low:+.4f} to {high:+.4f}){_p(difference)}"
+
+
+def _found(entry: Mapping[str, Any], size: int) -> str:
+    row = _row(entry, "passkey", "by_length", size)
+    if row is None:
+        return "-"
+    low, high = row["wilson95"]
+    return f"{row['correct']} of {row['trials']} ({low:.0%} to {high:.0%})"
+
+
+def _share(difference: Mapping[str, Any] | None, *, plain: bool) -> str:
+    if plain or difference is None:
+        return "" if plain else "-"
+    low, high = difference["ci95"]
+    return f"{difference['difference']:+.0%} ({low:+.0%} to {high:+.0%}){_p(difference)}"
+
+
+def _p(difference: Mapping[str, Any]) -> str:
+    p = difference.get("p_holm")
+    if p is None:
+        return ""
+    return ", p < 0.001" if p < 0.001 else f", p = {p:.3f}"
+
+
+def _score(entry: Mapping[str, Any], size: int) -> str:
+    row = _row(entry, "ruler", "by_length", size)
+    if row is None:
+        return "-"
+    low, high = row["wilson95"]
+    return f"{row['score']:.0%} ({low:.0%} to {high:.0%})"
+
+
+def _reads(entry: Mapping[str, Any]) -> str:
+    summary = entry.get("positions", {}).get("summary", {})
+    if "effective_length" not in summary:
+        return "-"
+    more = " or more" if summary["onset"] is None else ""
+    return f"{summary['effective_length']:,}{more}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "overflow"
+    return f"{value:.2f}" if value < 1000 else f"{value:.3g}"
+
+
+def _run_cells(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The rows of a run, with the columns that all have."""
+    rows = record["rows"]
+    columns = [key for key in rows[0] if all(_is_plain(row.get(key)) for row in rows)]
+    return columns, [[_cell(row[key]) for key in columns] for row in rows]
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (int, float, str)) or _is_interval(value)
+
+
+def _is_interval(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if _is_interval(value):
+        return f"{_cell(value[0])} to {_cell(value[1])}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def _csv(contents: Sequence[Mapping[str, Any]]) -> str:
+    """Long form: one line for each figure."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["model", "method", "task", "length", "part", "figure", "value"])
+    for content in contents:
+        writer.writerows(_figures(content))
+    return out.getvalue()
+
+
+def _figures(content: Mapping[str, Any]) -> Iterator[list[Any]]:
+    model = content["provenance"]["model"]
+    if "entries" in content:
+        for entry in content["entries"]:
+            for task in ("perplexity", "positions", "passkey", "ruler"):
+                for row in entry.get(task, {}).get("rows", []):
+                    yield from _row_figures(model, entry["label"], task, row)
+    else:
+        method = content["method"]["name"] if content["method"] else "plain"
+        for row in content["rows"]:
+            yield from _row_figures(model, method, content["task"], row)
+
+
+def _row_figures(model: str, method: str, task: str, row: Mapping[str, Any]) -> Iterator[list[Any]]:
+    length = row.get("length", row.get("high"))
+    part = row.get("depth", row.get("task", row.get("low", "")))
+    for key, value in row.items():
+        if key in ("length", "depth", "task", "low", "high"):
+            continue
+        if _is_interval(value):
+            yield [model, method, task, length, part, f"{key}_low", value[0]]
+            yield [model, method, task, length, part, f"{key}_high", value[1]]
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield [model, method, task, length, part, key, value]

@@ -1,0 +1,300 @@
+"""Several methods on one model: each acts and leaves no trace, differences are paired, failures are rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ctxext
+import tiny
+from command_line import Run
+from ctxext.config import Config, load_config
+from ctxext.errors import ConfigError, PatchError
+from ctxext.evaluation import compare as comparing
+from ctxext.evaluation.compare import check_comparable, compare, summary
+from ctxext.evaluation.statistics import clustered_mean, holm, paired_proportions
+from ctxext.evaluation.tasks import prepare
+from ctxext.reporting import FORMATS, html_report, report
+
+METHODS: dict[str, Any] = {
+    "plain": None,
+    "YaRN x4": {"name": "yarn", "factor": 4},
+    "PI x4": {"name": "pi", "factor": 4},
+    "DCA": {"name": "dca", "max_position_embeddings": 512},
+    "Dynamic YaRN": {"name": "dynamic_yarn", "max_position_embeddings": 512},
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve documents of 150 characters and more."""
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    words = ["The", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "walks", "home"]
+    lines = [" ".join(words[(i * j) % len(words)] for j in range(40 + i)) for i in range(1, 13)]
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return path
+
+
+def configured(checkpoint: Path, texts: Path, methods: dict[str, Any] | None = None, **sections: Any) -> Config:
+    options: dict[str, Any] = {
+        "model": {"name": str(checkpoint)},
+        "compare": {"methods": METHODS if methods is None else methods},
+        "perplexity": {"dataset": str(texts), "length": [64, 128]},
+        "passkey": {"length": [300], "depth": [0.2, 0.8], "trials": 2, "controls": 0},
+    }
+    return load_config(options={name: value | sections.get(name, {}) for name, value in options.items()})
+
+
+def compared(checkpoint: Path, config: Config, tasks: tuple[str, ...] = ("perplexity",), **more: Any) -> Any:
+    model, tokenizer = ctxext.load_model(str(checkpoint))
+    prepared = {name: prepare(name, config) for name in tasks}
+    return compare(model, tokenizer, config.compare.methods, prepared, config, **more), model
+
+
+def test_every_method_gives_what_it_gives_alone_and_the_plain_model_comes_first(checkpoint: Path, texts: Path) -> None:
+    config = configured(checkpoint, texts)
+    entries, model = compared(checkpoint, config, ("perplexity", "passkey"))
+    assert [entry.label for entry in entries] == list(METHODS)
+    for entry in entries:
+        alone, tokenizer = ctxext.load_model(str(checkpoint), entry.method)
+        result = prepare("perplexity", config).evaluate(alone, tokenizer, comparing.Run(), None)
+        assert entry.records["perplexity"]["rows"] == result.rows
+        assert entry.records["perplexity"]["method"] == (
+            None if entry.method is None else entry.method.model_dump(mode="json", exclude_none=True)
+        )
+    fingerprints = [entry.records["perplexity"]["patch"]["fingerprint"] for entry in entries]
+    assert len(set(fingerprints)) == len(entries)
+    prompts = [[sample["prompt_sha256"] for sample in entry.records["passkey"]["samples"]] for entry in entries]
+    assert all(hashes == prompts[0] for hashes in prompts)
+    fresh, _ = ctxext.load_model(str(checkpoint))
+    ids = tiny.tokens(50)
+    assert torch.equal(tiny.logits(model, ids), tiny.logits(fresh, ids))
+
+
+def test_the_order_of_methods_changes_nothing(checkpoint: Path, texts: Path) -> None:
+    forth, _ = compared(checkpoint, configured(checkpoint, texts))
+    back, _ = compared(checkpoint, configured(checkpoint, texts, dict(reversed(METHODS.items()))))
+    assert [entry.label for entry in back] == ["plain", *reversed(list(METHODS)[1:])]
+    rows = {entry.label: entry.records["perplexity"]["rows"] for entry in forth}
+    assert {entry.label: entry.records["perplexity"]["rows"] for entry in back} == rows
+
+
+def test_a_method_that_leaves_something_behind_ends_the_comparison(
+    checkpoint: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = comparing.patch
+
+    def forgetful(model: Any, method: Any, **options: Any) -> Any:
+        handle = real(model, method, **options)
+        with torch.no_grad():
+            model.model.norm.weight += 1e-3
+        return handle
+
+    monkeypatch.setattr(comparing, "patch", forgetful)
+    with pytest.raises(PatchError, match="after YaRN x4 the plain model's logits are not what they were"):
+        compared(checkpoint, configured(checkpoint, texts))
+
+
+def test_a_method_that_changes_nothing_is_an_error(
+    checkpoint: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Nothing:
+        def remove(self) -> None:
+            pass
+
+    monkeypatch.setattr(comparing, "patch", lambda model, method, **options: Nothing())
+    with pytest.raises(PatchError, match=r"YaRN x4: the method changes nothing"):
+        compared(checkpoint, configured(checkpoint, texts))
+
+
+def test_what_does_not_fit_or_runs_out_of_memory_is_a_row_with_the_reason(
+    checkpoint: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = comparing.measure
+
+    def measure(task: str, prepared: Any, configuration: Config, *rest: Any) -> Any:
+        if configuration.method is not None and configuration.method.name == "pi":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        return real(task, prepared, configuration, *rest)
+
+    monkeypatch.setattr(comparing, "measure", measure)
+    methods = METHODS | {"wrong": {"name": "llama3", "factor": 2, "original_max_position_embeddings": 8192}}
+    methods |= {"short": {"name": "dca", "max_position_embeddings": 100}}
+    entries, _ = compared(checkpoint, configured(checkpoint, texts, methods))
+    rows = {row["label"]: row for row in summary(entries, 64)["entries"]}
+    assert "out of memory" in rows["PI x4"]["reasons"]["perplexity"]
+    assert "\n" not in rows["PI x4"]["reasons"]["perplexity"]
+    assert "128 tokens are more than method dca is set to read" in rows["short"]["reasons"]["perplexity"]
+    assert "perplexity" not in rows["PI x4"]
+    assert rows["Dynamic YaRN"]["perplexity"]["rows"]
+    assert rows["YaRN x4"]["reasons"] == {}
+
+
+def test_differences_are_paired_by_document_and_token(checkpoint: Path, texts: Path) -> None:
+    entries, _ = compared(checkpoint, configured(checkpoint, texts))
+    rows = {row["label"]: row for row in summary(entries, 64)["entries"]}
+    plain = {record.document: record for record in entries[0].losses[128]}
+    assert "short" not in rows["plain"]
+    p_values = []
+    for entry in entries[1:]:
+        for name, limit in (("short", 64), ("long", 10**9)):
+            sums, tokens = [], []
+            for record in entry.losses[128]:
+                other = plain[record.document]
+                kept = record.context < limit
+                sums.append(float((record.loss[kept].astype(float) - other.loss[kept].astype(float)).sum()))
+                tokens.append(int(kept.sum()))
+            expected = clustered_mean(sums, tokens)
+            row = rows[entry.label][name]
+            assert row["difference"] == pytest.approx(expected.value, abs=1e-12)
+            assert row["ci95"] == expected.ci95
+            assert row["documents"] == 12
+            if name == "short":
+                p_values.append(expected.p)
+    raised = [rows[entry.label]["short"]["p_holm"] for entry in entries[1:]]
+    assert raised == holm([p for p in p_values if p is not None])
+    # Within the trained length these methods are the plain model, up to the rounding of another kernel.
+    for label in ("DCA", "Dynamic YaRN"):
+        assert abs(rows[label]["short"]["difference"]) < 1e-5
+    assert abs(rows["PI x4"]["short"]["difference"]) > 1e-3
+
+
+def test_passkeys_are_paired_by_prompt(checkpoint: Path, texts: Path) -> None:
+    entries, _ = compared(checkpoint, configured(checkpoint, texts), ("passkey",))
+    for entry in entries:
+        for i, sample in enumerate(entry.records["passkey"]["samples"]):
+            sample["correct"] = entry.label == "DCA" or i == 0
+    rows = {row["label"]: row for row in summary(entries, 64)["entries"]}
+    expected = paired_proportions([True] * 4, [True, False, False, False])
+    found = rows["DCA"]["found"]
+    assert (found["difference"], found["p"], found["only_here"], found["trials"]) == (0.75, expected.p, 3, 4)
+    assert rows["YaRN x4"]["found"]["difference"] == 0
+
+
+def test_results_of_other_protocols_or_texts_do_not_compare() -> None:
+    first = {"task": "perplexity", "protocol": {"name": "prefix"}, "dataset": {"fingerprint": "a"}}
+    check_comparable([first, dict(first)])
+    with pytest.raises(ConfigError, match="their protocol differs"):
+        check_comparable([first, first | {"protocol": {"name": "sliding"}}])
+    with pytest.raises(ConfigError, match="their dataset differs"):
+        check_comparable([first, first | {"dataset": {"fingerprint": "b"}}])
+
+
+@pytest.fixture(scope="module")
+def yaml_file(checkpoint: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("compare") / "compare.yaml"
+    content = {
+        "model": {"name": str(checkpoint)},
+        "compare": {"methods": METHODS, "tasks": ["perplexity", "passkey"]},
+        "perplexity": {"dataset": str(texts), "length": [64, 128]},
+        "passkey": {"length": [300], "depth": [0.2, 0.8], "trials": 2, "controls": 0},
+    }
+    path.write_text(json.dumps(content))  # which is YAML too
+    return path
+
+
+def test_the_command_writes_table_pictures_and_report(run: Run, yaml_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    result = run("eval", "compare", "--config", yaml_file, "--output", output)
+    assert result.status == 0, result.err
+    assert result.out.startswith("| method | perplexity to 64 | perplexity to 128 | change of loss within 64 |")
+    names = {file.name for file in output.iterdir() if file.is_file()}
+    assert names == {"compare.json", "table.md", "report.html", "perplexity.png", "positions.png", "passkey.png"}
+    assert (output / "yarn-x4" / "perplexity" / "results.json").is_file()
+    again = run("eval", "compare", "--config", yaml_file, "--output", output)
+    assert again.status == 2
+    assert re.search(r"\| DCA \| .* \| ≈ 0 \| ", result.out)
+    assert "--resume" in again.err
+    resumed = run("eval", "compare", "--config", yaml_file, "--output", output, "--resume")
+    assert resumed.out == result.out
+    assert str(yaml_file.parent.parent) not in (output / "compare.json").read_text()
+
+
+def test_a_row_with_a_reason_is_a_partial_result(run: Run, yaml_file: Path, checkpoint: Path, texts: Path) -> None:
+    short = checkpoint.parent / "short.yaml"
+    short.write_text("method: {name: dca, max_position_embeddings: 100}\n")
+    arguments = ("eval", "compare", "-m", checkpoint, "--dataset", texts, "--length", 128, "--task", "perplexity")
+    result = run(*arguments, "--method", short)
+    assert result.status == 3
+    assert "short, perplexity: 128 tokens are more than" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["no methods to compare", "--method"]),
+        (["--method", "missing.yaml"], ["missing.yaml", "no such file"]),
+        (["-s", "method.name=dca"], ["leave 'method' out"]),
+        (["--task", "speed"], ["speed", "perplexity"]),
+        (["--resume"], ["--output"]),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    run: Run, checkpoint: Path, texts: Path, tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
+    yarn = tmp_path / "yarn.yaml"
+    yarn.write_text("method: {name: yarn, factor: 4}\n")
+    given = arguments if "--method" in arguments or not arguments else ["--method", str(yarn), *arguments]
+    result = run("eval", "compare", "-m", checkpoint, "--dataset", texts, "--length", 64, *given)
+    assert result.status == 2
+    assert len(result.err.strip().splitlines()) == 1
+    for word in words:
+        assert word in result.err
+
+
+@pytest.fixture(scope="module")
+def finished(yaml_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a comparison."""
+    from ctxext.cli import main
+
+    output = tmp_path_factory.mktemp("finished") / "out"
+    with pytest.raises(SystemExit):
+        main(["eval", "compare", "--config", str(yaml_file), "--output", str(output)])
+    return output
+
+
+def test_the_html_report_is_one_file_with_tables_and_pictures(finished: Path) -> None:
+    page = html_report([finished, finished / "dca" / "passkey"])
+    assert page.count('<img src="data:image/png;base64,') == 4
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    for label in METHODS:
+        assert f"<td>{label}</td>" in page
+    assert "ctxext eval compare --config config.yaml" in page
+    assert "name: yarn" in page
+
+
+def test_names_in_a_report_are_text_not_markup(finished: Path, tmp_path: Path) -> None:
+    content = json.loads((finished / "compare.json").read_text())
+    content["entries"][1]["label"] = "<script>alert(1)</script>"
+    (tmp_path / "compare.json").write_text(json.dumps(content))
+    page = html_report([tmp_path])
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_holds_the_perplexities(finished: Path, form: str) -> None:
+    text = report([finished], form)
+    content = json.loads((finished / "compare.json").read_text())
+    value = content["entries"][1]["perplexity"]["rows"][-1]["perplexity"]
+    assert (str(value) if form in ("csv", "json") else f"{value:.2f}" if value < 1000 else f"{value:.3g}") in text
+    if form == "csv":
+        rows = list(csv.DictReader(io.StringIO(text)))
+        cell = [row for row in rows if (row["method"], row["task"], row["length"]) == ("DCA", "passkey", "300")]
+        assert {row["part"] for row in cell} == {"0.2", "0.8"}
+        assert {"accuracy", "wilson95_low", "wilson95_high"} <= {row["figure"] for row in cell}
+
+
+def test_a_report_of_no_run_says_so(run: Run, tmp_path: Path) -> None:
+    for arguments, word in (((tmp_path,), "no run is there"), ((tmp_path, "-f", "pdf"), "pdf")):
+        result = run("report", *arguments)
+        assert result.status == 2
+        assert word in result.err
+        assert len(result.err.strip().splitlines()) == 1
