@@ -25,6 +25,8 @@ from ctxext.errors import ConfigError
 from ctxext.evaluation.files import plain, write_bytes, write_json
 
 SETTINGS, RECORDS, LOSSES, RESULTS, LOCK = "run.json", "records.jsonl", "losses.npy", "results.json", ".lock"
+KEYS = "keys.json"
+"""The key set of a LongPPL evaluation, see keysets.py."""
 
 Item = TypeVar("Item")
 
@@ -260,7 +262,7 @@ def _check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def _clear(folder: Path) -> None:
-    for pattern in (SETTINGS, RECORDS, LOSSES, RESULTS, "parts-*.jsonl", "*.png", "*.yaml", "*.md", "*.csv"):
+    for pattern in (SETTINGS, RECORDS, LOSSES, RESULTS, KEYS, "parts-*.jsonl", "*.png", "*.yaml", "*.md", "*.csv"):
         for file in folder.glob(pattern):
             file.unlink()
 
