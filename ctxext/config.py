@@ -25,6 +25,9 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, (int, float, str)) else value
 
 
+Task = Literal["perplexity", "positions", "passkey", "ruler", "longppl"]
+
+
 def _inner_method(value: Any) -> Any:
     """A method from a mapping, in a section that holds several."""
     return parse_inner_method(value, "compare.methods") if isinstance(value, Mapping) else value
@@ -113,13 +116,27 @@ class RulerSection(Section):
     bos: Literal["auto", "always", "never"] = "auto"
 
 
+class LongPPLSection(_TextSection):
+    """Perplexity of the tokens that only long context predicts."""
+
+    dataset: str = "builtin:python-stdlib"
+    length: Annotated[WholeNumber, Field(ge=3)] | None = Field(None, description="Positions of each document.")
+    keys: str | None = Field(None, description="Key set: a file, or the folder of a run that made one.")
+    short: Annotated[WholeNumber, Field(ge=2)] | None = None
+    stride: Annotated[WholeNumber, Field(ge=1)] | None = None
+    alpha: Number | None = None
+    beta: Number | None = None
+    overlap: Literal["contained", "any"] = "contained"
+    min_tokens: Annotated[WholeNumber, Field(ge=0)] | None = None
+
+
 class CompareSection(Section):
     """Several methods on one checkpoint."""
 
     methods: dict[str, Annotated[Method | None, BeforeValidator(_inner_method)]] = Field(
         default_factory=dict, description="Label: method, or null for the plain model."
     )
-    tasks: Annotated[tuple[Literal["perplexity", "positions", "passkey", "ruler"], ...], BeforeValidator(_listed)] = (
+    tasks: Annotated[tuple[Task, ...], BeforeValidator(_listed)] = (
         "perplexity",
         "passkey",
     )
@@ -131,6 +148,7 @@ SECTIONS: dict[str, type[Section]] = {
     "positions": PositionsSection,
     "passkey": PasskeySection,
     "ruler": RulerSection,
+    "longppl": LongPPLSection,
     "compare": CompareSection,
 }
 
@@ -145,6 +163,7 @@ class Config:
     positions: PositionsSection
     passkey: PasskeySection
     ruler: RulerSection
+    longppl: LongPPLSection
     compare: CompareSection
 
     def resolved(self, *sections: str) -> dict[str, Any]:
@@ -204,6 +223,7 @@ def load_config(
         positions=parsed["positions"],  # type: ignore[arg-type]
         passkey=parsed["passkey"],  # type: ignore[arg-type]
         ruler=parsed["ruler"],  # type: ignore[arg-type]
+        longppl=parsed["longppl"],  # type: ignore[arg-type]
         compare=parsed["compare"],  # type: ignore[arg-type]
     )
 

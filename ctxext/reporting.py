@@ -153,6 +153,8 @@ def _compared_cells(compared: Mapping[str, Any]) -> tuple[list[str], list[list[s
         columns.append(("passkeys against plain", lambda entry: _share(entry.get("found"), plain=entry is entries[0])))
     for size in _sizes(entries, "ruler", "by_length"):
         columns.append((f"RULER tasks in {size:,}", lambda entry, size=size: _score(entry, size)))
+    for size in _sizes(entries, "longppl", "rows"):
+        columns.append((f"LongPPL in {size:,}", lambda entry, size=size: _longppl(entry, size)))
     if any("positions" in entry for entry in entries):
         columns.append(("reads up to", _reads))
     return [name for name, _ in columns], [[cell(entry) for _, cell in columns] for entry in entries]
@@ -216,6 +218,14 @@ def _score(entry: Mapping[str, Any], size: int) -> str:
     return f"{row['score']:.0%} ({low:.0%} to {high:.0%})"
 
 
+def _longppl(entry: Mapping[str, Any], size: int) -> str:
+    row = _row(entry, "longppl", "rows", size)
+    if row is None or row["perplexity"] is None:
+        return "-"
+    interval = "" if row["ci95"] is None else f" ({' to '.join(map(_number, row['ci95']))})"
+    return f"{_number(row['perplexity'])}{interval}"
+
+
 def _reads(entry: Mapping[str, Any]) -> str:
     summary = entry.get("positions", {}).get("summary", {})
     if "effective_length" not in summary:
@@ -227,7 +237,7 @@ def _reads(entry: Mapping[str, Any]) -> str:
 def _number(value: float | None) -> str:
     if value is None:
         return "overflow"
-    return f"{value:.2f}" if value < 1000 else f"{value:.3g}"
+    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"
 
 
 def _run_cells(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -272,7 +282,7 @@ def _figures(content: Mapping[str, Any]) -> Iterator[list[Any]]:
     model = content["provenance"]["model"]
     if "entries" in content:
         for entry in content["entries"]:
-            for task in ("perplexity", "positions", "passkey", "ruler"):
+            for task in ("perplexity", "positions", "longppl", "passkey", "ruler"):
                 for row in entry.get(task, {}).get("rows", []):
                     yield from _row_figures(model, entry["label"], task, row)
     else:

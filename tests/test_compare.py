@@ -234,6 +234,7 @@ def test_a_row_with_a_reason_is_a_partial_result(run: Run, yaml_file: Path, chec
         (["-s", "method.name=dca"], ["leave 'method' out"]),
         (["--task", "speed"], ["speed", "perplexity"]),
         (["--resume"], ["--output"]),
+        (["--task", "longppl"], ["one key set", "--write-keys"]),
     ],
 )
 def test_wrong_arguments_are_one_line(
@@ -284,7 +285,7 @@ def test_every_format_holds_the_perplexities(finished: Path, form: str) -> None:
     text = report([finished], form)
     content = json.loads((finished / "compare.json").read_text())
     value = content["entries"][1]["perplexity"]["rows"][-1]["perplexity"]
-    assert (str(value) if form in ("csv", "json") else f"{value:.2f}" if value < 1000 else f"{value:.3g}") in text
+    assert (str(value) if form in ("csv", "json") else f"{value:,.0f}") in text
     if form == "csv":
         rows = list(csv.DictReader(io.StringIO(text)))
         cell = [row for row in rows if (row["method"], row["task"], row["length"]) == ("DCA", "passkey", "300")]

@@ -26,7 +26,9 @@ def compare(
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="perplexity, positions, passkey or ruler; may be repeated. Default: perplexity and passkey."),
+        typer.Option(
+            help="perplexity, positions, passkey, ruler, longppl; may be repeated. Default: perplexity, passkey."
+        ),
     ] = None,
     length: Annotated[list[int] | None, typer.Option(help="Lengths of all tasks, in tokens; may be repeated.")] = None,
     dataset: options.Dataset = None,
@@ -59,6 +61,7 @@ def compare(
         compare={"methods": _methods(method), "tasks": task or None},
         perplexity={"length": length or None, **texts},
         positions={"length": max(length) if length else None, **texts},
+        longppl={"length": max(length) if length else None, **texts},
         passkey=prompts | ({"controls": least} if least else {}),
         ruler=prompts,
     )
@@ -105,6 +108,11 @@ def _compare(configuration: Config, wanted: options.Results) -> None:
     section = configuration.compare
     if not any(section.methods.values()):
         raise ConfigError("no methods to compare: give --method FILE, or a section compare.methods")
+    if "longppl" in section.tasks and configuration.longppl.keys is None:
+        raise ConfigError(
+            "LongPPL compares methods on one key set: make one with 'ctxext eval longppl --write-keys FILE', "
+            "and give it as -s longppl.keys=FILE"
+        )
     tasks = {str(name): prepare(name, configuration) for name in section.tasks}
     _check_folder(wanted)
     model, tokenizer = options.load(configuration)

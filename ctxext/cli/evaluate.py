@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -237,7 +238,79 @@ def ruler(
     _evaluate("ruler", configuration, options.Results(output, resume, overwrite, as_json))
 
 
-def _evaluate(task: str, configuration: Config, wanted: options.Results) -> None:
+@app.command()
+def longppl(
+    model: options.Model = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="As for perplexity. Default: builtin:python-stdlib, many long documents.")
+    ] = None,
+    config: options.ConfigFile = None,
+    settings: options.Settings = None,
+    config_name: options.ConfigName = None,
+    split: options.Split = None,
+    text_column: options.TextColumn = None,
+    dataset_revision: options.DatasetRevision = None,
+    length: Annotated[int | None, typer.Option(help="Positions of each document.")] = None,
+    keys: Annotated[
+        str | None, typer.Option(help="Key set: a file, or the folder of a run that made one. Default: make one.")
+    ] = None,
+    write_keys: Annotated[Path | None, typer.Option(help="Write the key set to this file, for other models.")] = None,
+    short: Annotated[int | None, typer.Option(help="Positions of the short context that keys need more than.")] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens between windows of short context.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Nats that long context must gain on a key token. 2.")] = None,
+    beta: Annotated[float | None, typer.Option(help="Log-likelihood that a key token must reach. -2.")] = None,
+    overlap: Annotated[str | None, typer.Option(help="contained or any: which tokens belong to a key.")] = None,
+    max_documents: Annotated[int | None, typer.Option(help="Stop after this many documents.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Skip shorter documents. Default: length.")] = None,
+    bos: options.Bos = None,
+    batch_size: options.BatchSize = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    attn_implementation: options.Attention = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.RemoteCode = None,
+    replace_scaling: options.ReplaceScaling = None,
+    output: options.Output = None,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
+) -> None:
+    """Perplexity of the tokens that only long context predicts (LongPPL)."""
+    configuration = options.configure(
+        config,
+        settings,
+        model=options.model_section(
+            model, dtype, device, revision, trust_remote_code, replace_scaling, attn_implementation
+        ),
+        longppl={
+            "dataset": dataset,
+            "config_name": config_name,
+            "split": split,
+            "text_column": text_column,
+            "dataset_revision": dataset_revision,
+            "length": length,
+            "keys": keys,
+            "short": short,
+            "stride": stride,
+            "alpha": alpha,
+            "beta": beta,
+            "overlap": overlap,
+            "max_documents": max_documents,
+            "min_tokens": min_tokens,
+            "batch_size": batch_size,
+            "bos": bos,
+        },
+    )
+    result = _evaluate("longppl", configuration, options.Results(output, resume, overwrite, as_json))
+    if write_keys is not None and result is not None:
+        from ctxext.evaluation.keysets import write_keys as write
+
+        write(result.keys, write_keys)
+        typer.echo(f"wrote {write_keys}", err=True)
+
+
+def _evaluate(task: str, configuration: Config, wanted: options.Results) -> Any:
+    """The result, in the process that prints; None in others that ``accelerate launch`` started."""
     # Everything is imported before the run: a broken installation must not show after it.
     from ctxext.evaluation import metrics  # noqa: F401
     from ctxext.evaluation.runs import Run, is_main_process
@@ -247,11 +320,12 @@ def _evaluate(task: str, configuration: Config, wanted: options.Results) -> None
     run = Run(wanted.output, resume=wanted.resume, overwrite=wanted.overwrite)
     loaded, tokenizer = options.load(configuration)
     with options.progress_bar(prepared.unit) as progress:
-        record, _ = measure(task, prepared, configuration, loaded, tokenizer, run, progress)
+        record, result = measure(task, prepared, configuration, loaded, tokenizer, run, progress)
     if is_main_process():
         _finish(record, wanted)
     if record["status"] != "complete":
         raise typer.Exit(3)
+    return result if is_main_process() else None
 
 
 def _finish(record: dict[str, Any], wanted: options.Results) -> None:

@@ -34,6 +34,12 @@ def _conclusions(record: Mapping[str, Any]) -> list[str]:
             lines.append(f"fails from position {onset:,} on (trained length {summary['trained']:,})")
         low, high = summary["gain_ci95"] or (gain, gain)
         lines.append(f"context beyond the trained length gains {gain:.3f} nats a token ({low:.3f} to {high:.3f})")
+    if record["task"] == "longppl":
+        [row] = record["rows"]
+        if row["insufficient"]:
+            lines.append("insufficient: too few key tokens or documents for a conclusion (500 and 10 are wanted)")
+        if row["keys"] == "self":
+            lines.append("keys found with this very model: not comparable with other checkpoints on keys of their own")
     if record["task"] == "passkey":
         lines += _passkey_conclusions(summary)
     if record["task"] == "ruler" and "effective_length" in summary:
@@ -139,4 +145,24 @@ def _number(value: float | None) -> str:
     return f"{value:.3f}" if value < 1000 else f"{value:.3g}"
 
 
-_TABLES = {"perplexity": _perplexity, "positions": _positions, "passkey": _passkey, "ruler": _ruler}
+def _longppl(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(
+        "length", "key tokens", "share", "LongPPL", "95 % interval", "all tokens", box=None, header_style="bold"
+    )
+    for column in table.columns:
+        column.justify = "right"
+    for row in rows:
+        interval = " - ".join(map(_number, row["ci95"])) if row["ci95"] else "one document"
+        cells = [f"{row['length']:,}", f"{row['tokens']:,}", f"{row['share']:.1%}"]
+        value = _number(row["perplexity"]) if row["tokens"] else "-"
+        table.add_row(*cells, value, interval, _number(row["perplexity_all"]))
+    return table
+
+
+_TABLES = {
+    "longppl": _longppl,
+    "perplexity": _perplexity,
+    "positions": _positions,
+    "passkey": _passkey,
+    "ruler": _ruler,
+}

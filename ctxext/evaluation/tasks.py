@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ctxext.data import Document, dataset_id, load_documents
 from ctxext.errors import ConfigError
-from ctxext.evaluation import passkey, perplexity, positions, ruler
+from ctxext.evaluation import longppl, passkey, perplexity, positions, ruler
 from ctxext.evaluation.haystack import Filler, text_filler
+from ctxext.evaluation.keysets import read_keys
 from ctxext.evaluation.results import result_record, run_settings
 from ctxext.evaluation.ruler_tasks import TASKS as RULER_TASKS
 from ctxext.evaluation.runs import Run
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from ctxext.config import (
         Config,
+        LongPPLSection,
         PasskeySection,
         PerplexitySection,
         PositionsSection,
@@ -74,8 +76,9 @@ def measure(
     resolved["model"]["name"] = model_id(settings.name)
     if prepared.dataset is not None:
         resolved[task]["dataset"] = prepared.dataset
-    if resolved[task].get("filler") is not None:
-        resolved[task]["filler"] = dataset_id(resolved[task]["filler"])
+    for name in ("filler", "keys"):  # may be paths
+        if resolved[task].get(name) is not None:
+            resolved[task][name] = dataset_id(resolved[task][name])
     patch = inspect(model).summary()
     about: dict[str, Any] = {
         "model": model,
@@ -183,18 +186,49 @@ def _ruler(section: RulerSection) -> Prepared:
     return Prepared(evaluate, None, section.seed, "prompts")
 
 
+def _longppl(section: LongPPLSection) -> Prepared:
+    if section.length is None:
+        raise ConfigError("length: none given; give the number of positions (--length)")
+    keys = None if section.keys is None else read_keys(section.keys)
+    arguments: dict[str, Any] = {
+        "length": section.length,
+        "keys": keys,
+        "short": section.short,
+        "stride": section.stride,
+        "alpha": section.alpha,
+        "beta": section.beta,
+        "overlap": section.overlap,
+    }
+    longppl.check_arguments(**arguments)
+    documents = _Documents(section)
+
+    def evaluate(model: Any, tokenizer: Any, run: Run, progress: Progress | None) -> longppl.LongPPLResult:
+        more: dict[str, Any] = {
+            "max_documents": section.max_documents,
+            "min_tokens": section.min_tokens,
+            "batch_size": section.batch_size,
+            "bos": section.bos,
+        }
+        return longppl.evaluate_longppl(
+            model, tokenizer, documents.read(), **arguments, **more, run=run, progress=progress
+        )
+
+    return Prepared(evaluate, dataset_id(section.dataset, revision=section.dataset_revision), None, "tokens")
+
+
 _PREPARE: dict[str, Callable[[Any], Prepared]] = {
     "perplexity": _perplexity,
     "positions": _positions,
     "passkey": _passkey,
     "ruler": _ruler,
+    "longppl": _longppl,
 }
 
 
 class _Documents:
     """The documents of a section, found at once, read as often as they are wanted."""
 
-    def __init__(self, section: PerplexitySection | PositionsSection) -> None:
+    def __init__(self, section: PerplexitySection | PositionsSection | LongPPLSection) -> None:
         self._section = section
         self._found: Iterator[Document] | None = self._load()
 
