@@ -1,7 +1,7 @@
 """The README's comparison of methods on SmolLM2-135M: perplexity and passkey retrieval, as one table and one picture.
 
-Each result comes from the command line that a user would type, and is kept in a file of its own: what is there already
-isn't measured again, so a run can be interrupted, and extended to more prompts or lengths.
+Each result comes from the command line that a user would type, and is kept in a folder of its own: what is there isn't
+measured again, so a run can be interrupted.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def main(
     if not skip_passkey:
         depths = itertools.chain(*(("--depth", str(depth)) for depth in DEPTHS))
         for row in chosen:
-            _measure(row, "passkey", dtype, output, _lengths((passkey_length,)), *depths, "--trials", str(trials))
+            extra = ("--trials", str(trials), "--answers", "generated", "--controls", "0")
+            _measure(row, "passkey", dtype, output, _lengths((passkey_length,)), *depths, *extra)
     table = _table(output)
     (output / "table.md").write_text(table, encoding="utf-8")
     plot_methods(_results(output), TRAINED, output / "methods.png")
@@ -90,11 +91,23 @@ def main(
 
 
 def _measure(row: Row, task: str, dtype: str, output: Path, *options: Any) -> None:
-    file = output / f"{row.name}-{task}.json"
-    if file.exists():
+    folder = output / f"{row.name}-{task}"
+    if (folder / "results.json").exists():
         return
     flat = [item for option in options for item in (option if isinstance(option, tuple) else (option,))]
-    command = ["eval", task, "--model", MODEL, "--dtype", dtype, *row.options, *flat, "--output", str(file)]
+    command = [
+        "eval",
+        task,
+        "--model",
+        MODEL,
+        "--dtype",
+        dtype,
+        *row.options,
+        *flat,
+        "--output",
+        str(folder),
+        "--resume",
+    ]
     Console(stderr=True).print(f"ctxext {' '.join(command)}", highlight=False)
     subprocess.run([sys.executable, "-m", "ctxext", *command], check=True, stdout=subprocess.DEVNULL)
 
@@ -104,7 +117,7 @@ def _lengths(lengths: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _read(output: Path, name: str, task: str) -> dict[str, Any] | None:
-    file = output / f"{name}-{task}.json"
+    file = output / f"{name}-{task}" / "results.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 

@@ -46,6 +46,7 @@ def compare(
     output: options.Output = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
     as_json: options.Json = False,
 ) -> None:
     """Which method works, up to which length, at what cost for short text, and how sure that is."""
@@ -69,7 +70,7 @@ def compare(
 
     if configuration.method is not None:
         raise ConfigError("compare takes its methods from --method or the section compare.methods: leave 'method' out")
-    _compare(configuration, options.Results(output, resume, overwrite, as_json))
+    _compare(configuration, options.Results(output, resume, overwrite, as_json, dry_run))
 
 
 def report(
@@ -114,8 +115,15 @@ def _compare(configuration: Config, wanted: options.Results) -> None:
             "and give it as -s longppl.keys=FILE"
         )
     tasks = {str(name): prepare(name, configuration) for name in section.tasks}
-    _check_folder(wanted)
+    if not wanted.dry_run:
+        _check_folder(wanted)
     model, tokenizer = options.load(configuration)
+    if wanted.dry_run:
+        typer.echo(f"for each of {1 + sum(method is not None for method in section.methods.values())} models:")
+        for name, prepared in tasks.items():
+            typer.echo(f"{name}: ", nl=False)
+            options.print_estimate(prepared, model, tokenizer)
+        return
     entries = compare(
         model,
         tokenizer,

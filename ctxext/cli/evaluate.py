@@ -56,6 +56,7 @@ def perplexity(
     output: options.Output = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
     as_json: options.Json = False,
 ) -> None:
     """Perplexity of documents, weighted by tokens."""
@@ -86,7 +87,7 @@ def perplexity(
             "bos": bos,
         },
     )
-    _evaluate("perplexity", configuration, options.Results(output, resume, overwrite, as_json))
+    _evaluate("perplexity", configuration, options.Results(output, resume, overwrite, as_json, dry_run))
 
 
 @app.command()
@@ -114,6 +115,7 @@ def positions(
     output: options.Output = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
     as_json: options.Json = False,
 ) -> None:
     """Loss by position, from one pass over each document, and the length up to which the model reads."""
@@ -135,7 +137,7 @@ def positions(
             "bos": bos,
         },
     )
-    _evaluate("positions", configuration, options.Results(output, resume, overwrite, as_json))
+    _evaluate("positions", configuration, options.Results(output, resume, overwrite, as_json, dry_run))
 
 
 @app.command()
@@ -168,6 +170,7 @@ def passkey(
     output: options.Output = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
     as_json: options.Json = False,
 ) -> None:
     """Find a five-digit key in filler text, at several lengths and depths."""
@@ -190,7 +193,7 @@ def passkey(
             "bos": bos,
         },
     )
-    _evaluate("passkey", configuration, options.Results(output, resume, overwrite, as_json))
+    _evaluate("passkey", configuration, options.Results(output, resume, overwrite, as_json, dry_run))
 
 
 @app.command()
@@ -216,6 +219,7 @@ def ruler(
     output: options.Output = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
     as_json: options.Json = False,
 ) -> None:
     """RULER-style tasks, without external data: finding, tracing, counting."""
@@ -235,7 +239,7 @@ def ruler(
             "bos": bos,
         },
     )
-    _evaluate("ruler", configuration, options.Results(output, resume, overwrite, as_json))
+    _evaluate("ruler", configuration, options.Results(output, resume, overwrite, as_json, dry_run))
 
 
 @app.command()
@@ -317,8 +321,11 @@ def _evaluate(task: str, configuration: Config, wanted: options.Results) -> Any:
     from ctxext.evaluation.tasks import measure, prepare
 
     prepared = prepare(task, configuration)
-    run = Run(wanted.output, resume=wanted.resume, overwrite=wanted.overwrite)
+    run = None if wanted.dry_run else Run(wanted.output, resume=wanted.resume, overwrite=wanted.overwrite)
     loaded, tokenizer = options.load(configuration)
+    if wanted.dry_run:
+        options.print_estimate(prepared, loaded, tokenizer)
+        return None
     with options.progress_bar(prepared.unit) as progress:
         record, result = measure(task, prepared, configuration, loaded, tokenizer, run, progress)
     if is_main_process():

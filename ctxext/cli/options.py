@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from ctxext.config import Config
+    from ctxext.evaluation.tasks import Prepared
 
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Hub id, folder, .gguf file, or builtin:smollm2-135m.")
@@ -58,6 +59,9 @@ Output = Annotated[
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the output folder.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Throw away the run in the output folder.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be run, how long it would take, and end there.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -68,6 +72,7 @@ class Results(NamedTuple):
     resume: bool
     overwrite: bool
     as_json: bool
+    dry_run: bool = False
 
 
 def model_section(
@@ -141,3 +146,19 @@ def progress_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(unit, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total or None)
+
+
+def print_estimate(prepared: Prepared, model: Any, tokenizer: Any) -> None:
+    """What an evaluation would run, and what it would take."""
+    from ctxext.evaluation.estimate import estimate
+
+    found = estimate(prepared, model, tokenizer)
+    kind = "windows" if prepared.unit == "tokens" else "prompts"
+    typer.echo(f"{found.inputs:,} {kind}, {found.tokens:,} tokens, the longest {found.longest:,}")
+    typer.echo(f"about {_duration(found.seconds)}, {found.memory_bytes / 1e9:.1f} GB of memory, weights included")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

@@ -71,7 +71,7 @@ def answer_prompts(
     batches = equal_batches(
         prompts, batch_size, key=lambda p: (len(p.input_ids), p.forced_start, len(p.forced_ids), p.max_new_tokens)
     )
-    own = run.share(batches, lambda prompt: prompt.id)
+    own = run.share(batches, lambda prompt: prompt.id, lambda prompt: len(prompt.input_ids))
     done, total = 0, sum(map(len, own))
     for batch in own:
         try:

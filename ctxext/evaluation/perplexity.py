@@ -395,7 +395,7 @@ def _score(
     batches = equal_batches(
         zip(names, jobs, strict=True), batch_size, key=lambda item: (item[1].window.positions, item[1].window.n_targets)
     )
-    own = run.share(batches, lambda item: item[0])
+    own = run.share(batches, lambda item: item[0], lambda item: item[1].window.positions)
     done, total = 0, sum(job.window.positions for batch in own for _, job in batch)
     for batch in own:
         windows = [(texts[job.text].ids, job.window) for _, job in batch]

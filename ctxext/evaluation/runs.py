@@ -21,7 +21,7 @@ import torch
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from ctxext.errors import ConfigError
+from ctxext.errors import ConfigError, CtxextError
 from ctxext.evaluation.files import plain, write_bytes, write_json
 
 SETTINGS, RECORDS, LOSSES, RESULTS, LOCK = "run.json", "records.jsonl", "losses.npy", "results.json", ".lock"
@@ -107,11 +107,14 @@ class Run:
         """Whether the part has its result already."""
         return id_ in self._parts and not self._parts[id_].failed
 
-    def share(self, batches: Iterable[list[Item]], id_of: Callable[[Item], str]) -> list[list[Item]]:
+    def share(
+        self, batches: Iterable[list[Item]], id_of: Callable[[Item], str], positions: Callable[[Item], int]
+    ) -> list[list[Item]]:
         """The batches that are this process's to do, of those that aren't done.
 
-        ``batches`` are all of them, in the same order in every process; ``id_of`` names an item's part. A batch is done
-        again as a whole, because the last bits of a result may depend on what it is run with.
+        ``batches`` are all of them, in the same order in every process; ``id_of`` names an item's part, ``positions``
+        is the length of its input. A batch is done again as a whole, because the last bits of a result may depend on
+        what it is run with.
         """
         own = itertools.islice(batches, process_index(), None, process_count())
         return [batch for batch in own if not all(self.done(id_of(item)) for item in batch)]
@@ -190,6 +193,29 @@ class Run:
         for file in self.folder.glob("parts-*.jsonl"):
             if file.name != "parts-0.jsonl":
                 file.unlink()
+
+
+class Planned(CtxextError):  # noqa: N818  # it ends a dry run, and is caught there
+    """Not an error: a dry run has seen what it came for."""
+
+
+class DryRun(Run):
+    """Takes note of what would be run, and ends there.
+
+    ``batches`` holds, for each batch, the input length of its windows or prompts in tokens.
+    """
+
+    def __init__(self) -> None:
+        """Without a folder."""
+        super().__init__()
+        self.batches: list[list[int]] = []
+
+    def share(
+        self, batches: Iterable[list[Item]], id_of: Callable[[Item], str], positions: Callable[[Item], int]
+    ) -> list[list[Item]]:
+        """Note the batches. Raises Planned."""
+        self.batches = [[positions(item) for item in batch] for batch in batches]
+        raise Planned
 
 
 def read_run(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Part]]:
