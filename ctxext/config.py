@@ -78,6 +78,7 @@ class PerplexitySection(_TextSection):
     window: Lengths = ()
     stride: Annotated[WholeNumber, Field(ge=1)] | None = None
     targets: Annotated[WholeNumber, Field(ge=1)] | None = None
+    mode: Literal["pass", "decode"] = "pass"
     max_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
     min_tokens: Annotated[WholeNumber, Field(ge=0)] | None = None
 

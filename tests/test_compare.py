@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -299,3 +301,26 @@ def test_a_report_of_no_run_says_so(run: Run, tmp_path: Path) -> None:
         assert result.status == 2
         assert word in result.err
         assert len(result.err.strip().splitlines()) == 1
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
+# Writes how many pictures were drawn, and how wide the widest table is against the window, into the title.
+PROBE = """
+<script>
+onload = () => {
+  const drawn = [...document.images].filter(image => image.naturalWidth > 300 && image.offsetWidth > 300).length;
+  const table = document.querySelector("table").getBoundingClientRect();
+  document.title = `${drawn} drawn, ${document.documentElement.scrollWidth <= innerWidth}, ${table.height > 100}`;
+};
+</script>
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium to render the page in")
+def test_a_browser_draws_the_reports_pictures_and_tables(finished: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(html_report([finished]).replace("</body>", PROBE + "</body>"))
+    command = [str(CHROMIUM), *QUIET, f"--user-data-dir={tmp_path}/profile", "--window-size=1200,900", "--dump-dom"]
+    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, check=True, timeout=120)
+    assert "<title>3 drawn, true, true</title>" in done.stdout

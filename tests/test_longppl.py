@@ -432,7 +432,6 @@ def test_a_record_is_made_of_it_as_of_a_perplexity() -> None:
         dataset_id="numbers",
         configuration={},
         seed=None,
-        dtype=model.dtype,
     )
     assert record["dataset"]["document_ids"] == ["doc-1", "doc-2", "doc-3"]
     assert json.loads(json.dumps(record, allow_nan=False)) == record

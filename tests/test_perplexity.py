@@ -401,7 +401,7 @@ def test_the_protocol_is_spelt_out() -> None:
     result = evaluate(tiny.model(), DOCS, protocol="sliding", windows=[40, 20], max_documents=2)
     limits = {"max_documents": 2, "max_tokens": None, "min_tokens": 40}
     settings = {"windows": [20, 40], "strides": [19, 39], "bos": "auto", "bos_id": BOS}
-    assert result.protocol == {"name": "sliding", "version": 1, **settings, **limits}
+    assert result.protocol == {"name": "sliding", "version": 1, "mode": "pass", **settings, **limits}
 
 
 def test_a_model_in_training_is_scored_without_dropout() -> None:

@@ -236,3 +236,19 @@ def test_a_text_longer_than_an_attention_method_is_set_to_read_is_refused() -> N
         check_length(model, 1000)
     with ctxext.patch(model, ctxext.YaRN(factor=2)):  # whose config says how far it reaches
         check_length(model, 10_000)
+
+
+@pytest.mark.parametrize(
+    "method", [None, ctxext.YaRN(factor=4), ctxext.DynamicYaRN(), ctxext.DCA()], ids=["plain", "yarn", "dynamic", "dca"]
+)
+def test_decoding_token_by_token_gives_the_losses_of_one_pass(method: ctxext.Method | None) -> None:
+    model = tiny.model()
+    if method is not None:
+        ctxext.patch(model, method)
+    ids = tiny.tokens(150, batch=2)
+    calls = []
+    model.model.register_forward_hook(lambda *_: calls.append(1))
+    decoded = scoring.decoded_nll(model, ids, 140)
+    assert len(calls) == 149
+    assert decoded.shape == (2, 140)
+    assert torch.allclose(decoded, token_nll(model, ids, 140), atol=2e-4)

@@ -40,6 +40,9 @@ def perplexity(
     ] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens from window to window (sliding, stream).")] = None,
     targets: Annotated[int | None, typer.Option(help="Tokens scored at the end of a document (same-target).")] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="pass, or decode: token by token through a cache, as generation does.")
+    ] = None,
     max_documents: Annotated[int | None, typer.Option(help="Stop after this many documents.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Cut each document to its first tokens.")] = None,
     min_tokens: Annotated[
@@ -80,6 +83,7 @@ def perplexity(
             "window": window or ([] if protocol is not None and protocol not in BY_WINDOW else None),
             "stride": stride,
             "targets": targets,
+            "mode": mode,
             "max_documents": max_documents,
             "max_tokens": max_tokens,
             "min_tokens": min_tokens,

@@ -5,7 +5,6 @@ What a prompt says and which answer is right is decided by the tasks (passkey.py
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 import re
@@ -22,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from ctxext.errors import ConfigError
 from ctxext.evaluation.prompts import Prompt, common_prefix
 from ctxext.evaluation.runs import Run
-from ctxext.evaluation.scoring import equal_batches
+from ctxext.evaluation.scoring import cache_argument, equal_batches
 from ctxext.families import window_layers
 
 Judge = Callable[[Prompt, str], Mapping[str, Any]]
@@ -109,9 +108,7 @@ class _Reader:
         self._keeps, self._share = shares_prefixes(model), share_prefix
         self._cache: Any = None
         self._rows: list[list[int]] = []
-        # Transformers renamed the argument during 5.x.
-        names = inspect.signature(model.forward).parameters if self._keeps else {}
-        self._name = "cache" if "cache" in names else "past_key_values"
+        self._name = cache_argument(model) if self._keeps else ""
 
     def forget(self) -> None:
         """Start anew, after an error or for lack of memory."""

@@ -34,6 +34,7 @@ from ctxext.evaluation.scoring import (
     check_head,
     check_length,
     check_positions,
+    decoded_nll,
     equal_batches,
     evaluating,
     require_distinct,
@@ -76,6 +77,7 @@ def evaluate_perplexity(
     min_tokens: int | None = None,
     batch_size: int = 1,
     bos: Literal["auto", "always", "never"] = "auto",
+    mode: Literal["pass", "decode"] = "pass",
     one_pass: bool = True,
     run: Run | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -93,6 +95,9 @@ def evaluate_perplexity(
     tokenizer's BOS, or its end-of-sequence token.
     same-target: the last ``targets`` tokens of each document (default: half the shortest length, at most 2048), given
     inputs of ``lengths`` positions in all.
+
+    ``mode`` decode reads each window token by token through a key/value cache, as generation does: for a small sample,
+    to see that it gives what a pass gives.
 
     Documents are cut to ``max_tokens`` and skipped, and counted, below ``min_tokens``. That is by default the longest
     length or window, so that every row scores the same documents (lower, a row scores what there is), and 1 for
@@ -129,7 +134,11 @@ def evaluate_perplexity(
         check_head(model)
         feed_last = protocol != "rolling"  # whose inputs are as long as its targets
         run = run or Run()
-        scores = _score(model, jobs, kept, texts, start_id, batch_size, run, progress, feed_last=feed_last)
+        names = _part_ids(jobs, kept, texts, mode)
+        score = token_nll if mode == "pass" else decoded_nll
+        scores = _score(
+            model, names, jobs, kept, texts, start_id, batch_size, run, progress, score, feed_last=feed_last
+        )
     losses = {size: _records(kept, texts, jobs, scores, size) for size in sizes}
 
     settings: dict[str, Any] = {"windows" if protocol in BY_WINDOW else "lengths": plan.sizes}
@@ -146,7 +155,15 @@ def evaluate_perplexity(
     version = PROTOCOLS[protocol]
     return PerplexityResult(
         rows=rows,
-        protocol={"name": protocol, "version": version, **settings, **limits, "bos": bos, "bos_id": start_id},
+        protocol={
+            "name": protocol,
+            "version": version,
+            "mode": mode,
+            **settings,
+            **limits,
+            "bos": bos,
+            "bos_id": start_id,
+        },
         counts={
             "documents": len(kept),
             **skipped,
@@ -159,7 +176,7 @@ def evaluate_perplexity(
         wall_seconds=cost.wall_seconds,
         peak_memory_bytes=cost.peak_memory_bytes,
         losses=losses,
-        parts=_part_ids(jobs, kept, texts),
+        parts=names,
     )
 
 
@@ -360,7 +377,7 @@ def _select(
     return kept, texts, {"skipped_short": short, "skipped_empty": empty}
 
 
-def _part_ids(jobs: Sequence[_Job], documents: Sequence[Document], texts: Sequence[_Text]) -> list[str]:
+def _part_ids(jobs: Sequence[_Job], documents: Sequence[Document], texts: Sequence[_Text], mode: str) -> list[str]:
     """A name for each job's window that says all that its losses depend on besides the model and its tokens."""
     hashes = [fingerprint([document])[:12] for document in documents]
     joined = fingerprint(documents)[:12]
@@ -372,6 +389,7 @@ def _part_ids(jobs: Sequence[_Job], documents: Sequence[Document], texts: Sequen
             source = f"{documents[number].id}|{hashes[number]}"
         else:
             source = f"{len(documents)} documents|{joined}"
+        source += "|decoded" if mode == "decode" else ""
         span = f"{window.begin}-{window.end}|{window.target_begin}" + ("|started" if window.started else "")
         names.append(f"{job.size}|{span}|{source}")
     return names
@@ -379,6 +397,7 @@ def _part_ids(jobs: Sequence[_Job], documents: Sequence[Document], texts: Sequen
 
 def _score(
     model: Any,
+    names: Sequence[str],
     jobs: Sequence[_Job],
     documents: Sequence[Document],
     texts: Sequence[_Text],
@@ -386,12 +405,12 @@ def _score(
     batch_size: int,
     run: Run,
     progress: Callable[[int, int], None] | None,
+    score: Callable[..., Tensor],
     *,
     feed_last: bool,
 ) -> list[Tensor]:
     """The losses of each job's targets."""
     start = torch.tensor([] if start_id is None else [start_id], dtype=torch.long)
-    names = _part_ids(jobs, documents, texts)
     batches = equal_batches(
         zip(names, jobs, strict=True), batch_size, key=lambda item: (item[1].window.positions, item[1].window.n_targets)
     )
@@ -400,7 +419,7 @@ def _score(
     for batch in own:
         windows = [(texts[job.text].ids, job.window) for _, job in batch]
         ids = [torch.cat([start[: window.started], text[window.begin : window.end]]) for text, window in windows]
-        losses = token_nll(model, torch.stack(ids), windows[0][1].n_targets, feed_last=feed_last)
+        losses = score(model, torch.stack(ids), windows[0][1].n_targets, feed_last=feed_last)
         for (name, job), nll in zip(batch, losses, strict=True):
             _check_finite(nll, job, documents, texts[job.text])
             run.add(name, {"size": job.size, "tokens": len(nll)}, nll.numpy())

@@ -5,6 +5,7 @@ Which tokens are scored, and how they are averaged, is decided in perplexity.py.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections import defaultdict
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from transformers import DynamicCache
 
 from ctxext.errors import ConfigError, UnsupportedModelError
 from ctxext.patching import active_patch, unwrap
@@ -73,6 +75,33 @@ def token_nll(
         targets = labels[start : start + rows].to(logits.device)
         losses.append(cross_entropy(logits, targets, reduction="none").cpu())
     return torch.cat(losses).view(-1, n_targets)
+
+
+def cache_argument(model: Any) -> str:
+    """The name under which the model takes a cache: Transformers changed it during 5.x."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+@torch.no_grad()
+def decoded_nll(model: Any, input_ids: Tensor, n_targets: int, *, feed_last: bool = True) -> Tensor:
+    """As ``token_nll``, but read token by token through a key/value cache, as in generation.
+
+    As slow as generation; ``feed_last`` makes no difference. Equal to ``token_nll`` up to rounding for every method
+    that is the same in all ways of running.
+    """
+    model = bare_model(model)
+    ids = input_ids.to(model.device)
+    first = ids.shape[1] - n_targets
+    if not 1 <= n_targets < ids.shape[1]:
+        raise ConfigError(f"n_targets {n_targets} must be between 1 and {ids.shape[1] - 1}")
+    cache: dict[str, Any] = {cache_argument(model): DynamicCache(config=model.config), "use_cache": True}
+    losses = []
+    for position in range(ids.shape[1] - 1):
+        out = model(input_ids=ids[:, position : position + 1], **cache)
+        if position + 1 >= first:
+            targets = ids[:, position + 1].to(out.logits.device)
+            losses.append(cross_entropy(out.logits[:, -1].float(), targets, reduction="none").cpu())
+    return torch.stack(losses, dim=1)
 
 
 @torch.inference_mode()

@@ -121,7 +121,14 @@ def _perplexity(section: PerplexitySection) -> Prepared:
 
     def evaluate(model: Any, tokenizer: Any, run: Run, progress: Progress | None) -> perplexity.PerplexityResult:
         return perplexity.evaluate_perplexity(
-            model, tokenizer, documents.read(), **arguments, bos=section.bos, run=run, progress=progress
+            model,
+            tokenizer,
+            documents.read(),
+            **arguments,
+            bos=section.bos,
+            mode=section.mode,
+            run=run,
+            progress=progress,
         )
 
     return Prepared(evaluate, dataset_id(section.dataset, revision=section.dataset_revision), None, "tokens")
