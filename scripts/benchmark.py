@@ -31,6 +31,7 @@ import ctxext
 from ctxext.attention import engine
 from ctxext.data import load_documents, tokenize
 from ctxext.evaluation.files import write_json
+from ctxext.evaluation.passkey import evaluate_passkey
 from ctxext.evaluation.perplexity import evaluate_perplexity
 
 MODEL = "builtin:smollm2-135m"
@@ -40,7 +41,8 @@ ATTENTION: dict[str, ctxext.Method] = {"dca": ctxext.DCA(), "dynamic_yarn": ctxe
 
 def main(
     part: Annotated[
-        list[str] | None, typer.Option(help="static, attention, model or training; may be repeated. Default: all.")
+        list[str] | None,
+        typer.Option(help="static, attention, model, training or evaluation; may be repeated. Default: all."),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Pairs of runs for each time.")] = 9,
     length: Annotated[int, typer.Option(help="Tokens of the timed forward pass, static methods.")] = 1024,
@@ -48,12 +50,13 @@ def main(
     prefill_repeats: Annotated[int, typer.Option(help="Whole-model passes of that length for each method.")] = 3,
     memory_length: Annotated[int, typer.Option(help="Tokens of the passes whose memory is measured.")] = 16_384,
     training_length: Annotated[int, typer.Option(help="Tokens of the timed training step.")] = 4096,
+    evaluation_length: Annotated[int, typer.Option(help="Tokens of the evaluations that are timed.")] = 16_384,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="Default: an accelerator if there is one.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the figures as JSON to this file.")] = None,
 ) -> None:
     """Print one table of figures."""
-    parts = {"static", "attention", "model", "training"}
+    parts = {"static", "attention", "model", "training", "evaluation"}
     if unknown := set(part or ()) - parts:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: expected {', '.join(sorted(parts))}")
     chosen = set(part or parts)
@@ -100,6 +103,10 @@ def main(
         figures |= training_step(training_length, prefill_repeats, dtype, device)
         for name, goal in (("dca", "<= 1.5"), ("dynamic_yarn", "")):
             show(f"training_{name}", f"training step, {training_length:,} tokens, {name} / stock", goal)
+    if "evaluation" in chosen:
+        figures |= evaluations(evaluation_length, prefill_repeats, dtype, device)
+        show("curve_ratio", f"perplexity at four lengths up to {evaluation_length:,} / decoder alone", "<= 1.2")
+        show("passkey_ratio", f"one passkey prompt of {evaluation_length:,}, forced / decoder alone", "<= 1.3")
     Console().print(table)
 
 
@@ -217,6 +224,36 @@ def training_step(length: int, repeats: int, dtype: str, device: str | None) -> 
             patch.remove()
     ratios = {f"training_{name}": ratio(times[name], times["stock"]) for name in ATTENTION}
     return {**ratios, "training_stock_seconds": statistics.median(times["stock"])}
+
+
+def evaluations(length: int, repeats: int, dtype: str, device: str | None) -> dict[str, float]:
+    """Ratios of times of evaluations over one pass of as many tokens through the decoder, per prompt for passkeys."""
+    model, tokenizer = ctxext.load_model(MODEL, dtype=dtype, device=device)
+    documents = list(load_documents(DATASET))
+    tokens = torch.tensor([tokenize(tokenizer, documents[0].text)[:length]], device=model.device)
+    lengths = [length // 8, length // 4, length // 2, length]
+
+    def backbone() -> None:
+        with torch.no_grad():
+            model.get_decoder()(input_ids=tokens, use_cache=False)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "backbone": backbone,
+        "curve": lambda: evaluate_perplexity(model, tokenizer, documents, lengths=lengths, max_documents=1),
+        "passkey": lambda: evaluate_passkey(
+            model, tokenizer, lengths=[length], depths=[0.5], trials=2, answers="forced"
+        ),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    _warm_up(model)
+    plan = [name for _ in range(repeats) for name in calls]
+    for name in track(plan, description="evaluations", console=Console(stderr=True), transient=True):
+        times[name].append(seconds(calls[name]) / (2 if name == "passkey" else 1))
+    return {
+        "curve_ratio": ratio(times["curve"], times["backbone"]),
+        "passkey_ratio": ratio(times["passkey"], times["backbone"]),
+        "backbone_seconds": statistics.median(times["backbone"]),
+    }
 
 
 def ratio(times: list[float], stock: list[float]) -> float:
