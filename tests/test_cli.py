@@ -32,7 +32,14 @@ def folder(checkpoint: Path) -> Path:
 def test_help_and_version_answer(run: Run) -> None:
     assert run("--help").status == 0
     assert ctxext.__version__ in run("--version").out
-    for command in (["eval", "perplexity"], ["eval", "passkey"], ["inspect"], ["methods"], ["env"]):
+    for command in (
+        ["eval", "perplexity"],
+        ["eval", "positions"],
+        ["eval", "ruler"],
+        ["inspect"],
+        ["methods"],
+        ["env"],
+    ):
         result = run(*command, "--help")
         assert result.status == 0
         assert "Usage" in result.out
@@ -197,6 +204,51 @@ def test_passkey_prints_a_grid_and_writes_every_sample(run: Run, folder: Path, t
     assert len(record["samples"]) == 4
 
 
+def test_positions_prints_the_curve_and_how_far_the_model_reads(run: Run, folder: Path, tmp_path: Path) -> None:
+    texts = ("The quick brown fox jumps over the lazy dog. ", "Pack my box with five dozen liquor jugs. ") * 2
+    lines = (json.dumps({"text": f"Document {i}. {text * 8}"}) for i, text in enumerate(texts))
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    output = tmp_path / "run"
+    result = run(
+        "eval", "positions", "-m", folder, "--dataset", tmp_path / "texts.jsonl", "--length", 256, "--output", output,
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    assert "context beyond the trained length gains" in result.out
+    assert "64 - 127" in result.out
+    record = json.loads((output / "results.json").read_text())
+    assert [(row["low"], row["high"]) for row in record["rows"]] == [(0, 64), (64, 128), (128, 256)]
+    assert [row["documents"] for row in record["rows"]] == [4, 4, 4]
+    assert (record["summary"]["trained"], record["summary"]["longest"]) == (64, 256)
+    written = {file.name for file in output.iterdir()}
+    assert written == {"run.json", "records.jsonl", "losses.npy", "results.json", "config.yaml", "positions.png"}
+
+
+def test_positions_of_one_document_are_a_curve_without_conclusions(run: Run, folder: Path) -> None:
+    result = run("eval", "positions", "-m", folder, "--dataset", folder / "text.txt", "--length", 200)
+    assert result.status == 0, result.err
+    assert "one document" in result.out
+    assert "trained length" not in result.out
+
+
+def test_ruler_prints_a_row_per_task_and_length_and_draws_them(run: Run, folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    result = run(
+        "eval", "ruler", "-m", folder, "--task", "niah_single", "--task", "cwe", "--length", 1500, "--trials", 2,
+        "--output", output,
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    assert "mean score of at least 85.6%: no length" in result.out
+    record = json.loads((output / "results.json").read_text())
+    assert [(row["task"], row["length"], row["trials"]) for row in record["rows"]] == [
+        ("niah_single", 1500, 2),
+        ("cwe", 1500, 2),
+    ]
+    assert all(row["task"] in result.out for row in record["rows"])
+    assert record["summary"]["effective_length"] is None
+    written = {file.name for file in output.iterdir()}
+    assert written == {"run.json", "records.jsonl", "results.json", "config.yaml", "ruler.png"}
+
+
 def test_inspect_reports_and_draws(run: Run, folder: Path, tmp_path: Path) -> None:
     picture = tmp_path / "wavelengths.png"
     result = run("inspect", "-m", folder, "-c", folder / "yarn.yaml", "--plot", picture)
@@ -267,6 +319,18 @@ def test_inspect_reports_and_draws(run: Run, folder: Path, tmp_path: Path) -> No
         (
             ["inspect", "-m", "{folder}", "-s", "method.name=dynamic_ntk", "-s", "method.max_position_embeddings=32"],
             ["method dynamic_ntk", "max_position_embeddings 32", "64"],
+        ),
+        (["eval", "positions", "-m", "{folder}"], ["length", "--length"]),
+        (["eval", "positions", "-m", "{folder}", "--length", "1"], ["length", "1"]),
+        (
+            ["eval", "positions", "-m", "{folder}", "--length", "9999", "--dataset", "{folder}/text.txt"],
+            ["9999", "longest"],
+        ),
+        (["eval", "ruler", "-m", "{folder}"], ["lengths", "--length"]),
+        (["eval", "ruler", "-m", "{folder}", "--length", "64"], ["length 64 is too short", "niah_single"]),
+        (
+            ["eval", "ruler", "-m", "{folder}", "--length", "64", "--task", "niah_singel"],
+            ["did you mean 'niah_single'"],
         ),
         (["methods", "yran"], ["did you mean yarn?"]),
     ],

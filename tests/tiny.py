@@ -7,11 +7,19 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils.logging import warning_once
 
 import ctxext
@@ -78,6 +86,19 @@ def config(family: str = "llama", **changes: Any) -> PretrainedConfig:
 def model(family: str = "llama", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config(family, **changes)).eval()
+
+
+def save_checkpoint(path: Path, **changes: Any) -> None:
+    """A model and a tokenizer with one token per byte, as files."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{c: i + 3 for i, c in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(path)
+    model("llama", vocab_size=len(vocabulary), **changes).save_pretrained(path)
 
 
 def tokens(length: int, batch: int = 1, *, seed: int = 1) -> torch.Tensor:

@@ -318,7 +318,7 @@ def longppl(
 
 
 def _evaluate(task: str, configuration: Config, wanted: options.Results) -> Any:
-    """The result, in the process that prints; None in others that ``accelerate launch`` started."""
+    """The result, in the process that prints; None in the others of several processes."""
     # Everything is imported before the run: a broken installation must not show after it.
     from ctxext.evaluation import metrics  # noqa: F401
     from ctxext.evaluation.runs import Run, is_main_process

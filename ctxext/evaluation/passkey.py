@@ -223,7 +223,7 @@ def aggregate(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     row = {"trials": trials, "correct": correct, "accuracy": correct / trials, "wilson95": wilson95(correct, trials)}
     row["errors"] = sum(record["error"] is not None for record in records)
     for name, key in (("answer_nll", "answer_nll"), ("greedy_match", "greedy_match"), ("distance", "distance")):
-        values = [record[key] for record in records if key in record]
+        values = [record[key] for record in records if record.get(key) is not None]  # a loss that isn't finite is None
         if values:
             row[name] = sum(values) / len(values)
     return row

@@ -6,6 +6,7 @@ records.py's; reading documents and settling the BOS token is data.py's.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -380,7 +381,7 @@ def _select(
 def _part_ids(jobs: Sequence[_Job], documents: Sequence[Document], texts: Sequence[_Text], mode: str) -> list[str]:
     """A name for each job's window that says all that its losses depend on besides the model and its tokens."""
     hashes = [fingerprint([document])[:12] for document in documents]
-    joined = fingerprint(documents)[:12]
+    joined = [hashlib.sha256(text.ids.numpy().tobytes()).hexdigest()[:12] for text in texts]
     names = []
     for job in jobs:
         window, text = job.window, texts[job.text]
@@ -388,7 +389,7 @@ def _part_ids(jobs: Sequence[_Job], documents: Sequence[Document], texts: Sequen
             number = int(text.document[0])
             source = f"{documents[number].id}|{hashes[number]}"
         else:
-            source = f"{len(documents)} documents|{joined}"
+            source = f"{len(documents)} documents|{joined[job.text]}"  # a cut moves all that stands behind it
         source += "|decoded" if mode == "decode" else ""
         span = f"{window.begin}-{window.end}|{window.target_begin}" + ("|started" if window.started else "")
         names.append(f"{job.size}|{span}|{source}")

@@ -83,6 +83,7 @@ def run_settings(
     revision: str | None,
     tokenizer: Any,
     bos: str,
+    answers: str | None,
     dataset_id: str | None,
     method: Mapping[str, Any] | None,
     patch: Mapping[str, Any] | None,
@@ -93,15 +94,17 @@ def run_settings(
         "task": task,
         "model": model_id,
         "revision": revision,
-        "weights": weights_fingerprint(model),
         "method": method,
-        "patch": None if patch is None else patch.get("fingerprint"),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attn_implementation": getattr(model.config, "_attn_implementation", None),
         "device": torch.device(model.device).type,
-        "tokenizer": tokenizer_fingerprint(tokenizer),
         "bos": bos,
+        "answers": answers,
         "dataset": dataset_id,
+        # After what people set, which says more where both differ.
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "weights": weights_fingerprint(model),
+        "patch": None if patch is None else patch.get("fingerprint"),
         "versions": {
             name: version for name, version in _versions().items() if name in ("ctxext", "torch", "transformers")
         },

@@ -176,5 +176,5 @@ def _row(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "correct": sum(record["correct"] for record in records),
         "errors": sum(record["error"] is not None for record in records),
     }
-    losses = [record["answer_nll"] for record in records if "answer_nll" in record]
+    losses = [record["answer_nll"] for record in records if record.get("answer_nll") is not None]
     return row | ({"answer_nll": sum(losses) / len(losses)} if losses else {})

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,9 @@ from ctxext.evaluation.files import plain, write_bytes, write_json
 SETTINGS, RECORDS, LOSSES, RESULTS, LOCK = "run.json", "records.jsonl", "losses.npy", "results.json", ".lock"
 KEYS = "keys.json"
 """The key set of a LongPPL evaluation, see keysets.py."""
+_WRITTEN = (RESULTS, RECORDS, LOSSES, "config.yaml", KEYS, "parts-0.jsonl", SETTINGS)
+_UNFINISHED = tuple(f".{name}.????????.tmp" for name in _WRITTEN)
+"""What a killed process may leave of a file that it was about to write (files.py)."""
 
 Item = TypeVar("Item")
 
@@ -50,8 +54,9 @@ class Part:
 class Run:
     """The parts of one evaluation by id: in memory, and in ``folder`` if one is given.
 
-    Started by ``accelerate launch``, each process works on its share of the parts, and ``collect`` gives all of them to
-    every process. A folder that several machines share is written by all of them.
+    Started by ``accelerate launch`` or ``torchrun`` (on CPUs only the latter starts several), each process works on its
+    share of the parts, and ``collect`` gives all of them to every process. A folder that several machines share is
+    written by all of them.
 
     The folder holds ``run.json`` (the settings that decide what a part's result is), ``parts-<process>.jsonl`` while
     the run goes on, and at the end ``records.jsonl`` (a line for each part), ``losses.npy`` (float32, all losses one
@@ -89,7 +94,7 @@ class Run:
                 self._lock.acquire()
             except Timeout:
                 raise ConfigError(f"--output {self.folder}: another process is at work on this run") from None
-            if self._overwrite:
+            if self._overwrite or not _has_parts(self.folder):
                 _clear(self.folder)
             self._prepare(plain(settings))
         wait_for_everyone()
@@ -116,8 +121,12 @@ class Run:
         is the length of its input. A batch is done again as a whole, because the last bits of a result may depend on
         what it is run with.
         """
-        own = itertools.islice(batches, process_index(), None, process_count())
-        return [batch for batch in own if not all(self.done(id_of(item)) for item in batch)]
+        if self.folder is not None and self._file is None:
+            raise ConfigError(f"the run in {self.folder} keeps nothing before its begin(): call that first")
+        left = [batch for batch in batches if not all(self.done(id_of(item)) for item in batch)]
+        if left and self.folder is not None and is_main_process():
+            (self.folder / RESULTS).unlink(missing_ok=True)  # this run, now asked for more, is not finished
+        return left[process_index() :: process_count()]
 
     def add(self, id_: str, facts: Mapping[str, Any], losses: Any = None) -> None:
         """Keep a part, on disk before anything else happens."""
@@ -137,22 +146,26 @@ class Run:
             self._parts |= dict(gather_object(own))
         return self._parts
 
-    def close(self) -> None:
-        """Leave the folder as it is, to be gone on with later."""
-        if self._file is not None:
-            self._file.close()
-        if self._lock is not None:
-            self._lock.release()
-
     def finish(self, record: Mapping[str, Any], order: Sequence[str]) -> None:
         """Write records, losses and last the result; ``order`` is that of the parts, others follow by id."""
         if self.folder is None:
             return
         self._file.close()
         wait_for_everyone()
-        if not is_main_process():
-            return
-        ordered = [*order, *sorted(set(self._parts) - set(order))]
+        if is_main_process():
+            self._write(record, [*dict.fromkeys(order), *sorted(set(self._parts) - set(order))])
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder, where what is done stays; ``finish`` has done so."""
+        if self._file is not None:
+            self._file.close()
+        if self.folder is not None and self._lock is not None and self._lock.is_locked:
+            self._lock.release()
+            (self.folder / LOCK).unlink(missing_ok=True)
+
+    def _write(self, record: Mapping[str, Any], ordered: Sequence[str]) -> None:
+        assert self.folder is not None  # finish() has checked
         offset, lines, losses = 0, [], []
         for id_ in ordered:
             part = self._parts[id_]
@@ -168,11 +181,9 @@ class Run:
             write_bytes(buffer.getvalue(), self.folder / LOSSES)
         write_bytes("".join(lines).encode(), self.folder / RECORDS)
         write_json(record, self.folder / RESULTS)
-        for file in self.folder.glob("parts-*.jsonl"):
-            file.unlink()
-        assert self._lock is not None  # the main process holds it since begin()
-        self._lock.release()
-        (self.folder / LOCK).unlink(missing_ok=True)
+        for pattern in ("parts-*.jsonl", *_UNFINISHED):
+            for file in self.folder.glob(pattern):
+                file.unlink()
 
     def _prepare(self, settings: dict[str, Any]) -> None:
         assert self.folder is not None  # begin() has checked
@@ -233,7 +244,7 @@ def read_run(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, 
 
 
 def process_count() -> int:
-    """How many processes share the work: one, unless ``accelerate launch`` started more."""
+    """How many processes share the work: one, unless a launcher started more."""
     return int(_state().num_processes) if _launched() else 1
 
 
@@ -254,7 +265,7 @@ def wait_for_everyone() -> None:
 
 
 def local_device() -> torch.device | None:
-    """The accelerator that ``accelerate launch`` gave to this process; None for a process on its own."""
+    """The accelerator that the launcher gave to this process; None for a process on its own."""
     return _state().device if _launched() else None
 
 
@@ -264,8 +275,12 @@ def _launched() -> bool:
 
 def _state() -> Any:
     from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
 
-    return PartialState()  # a singleton, which starts torch's process group when first made
+    # A singleton, which starts torch's process group when first made. Where there are only CPUs it must be told, or it
+    # takes each process for a single one; and who is done would by default wait ten minutes for the others.
+    only_cpus = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    return PartialState(cpu=only_cpus, timeout=timedelta(days=30))
 
 
 def _check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
@@ -276,38 +291,60 @@ def _check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         names = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        names = [name for name in names if not any(map(Path(name).match, _UNFINISHED))]
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(f"--output {folder}: can't be written: {error.strerror}") from None
     if names and SETTINGS not in names:
         raise ConfigError(f"--output {folder}: holds other files ({names[0]}, ...): give an empty folder or a new name")
-    if names and not resume and not overwrite:
+    if not resume and not overwrite and _has_parts(folder):
         raise ConfigError(f"--output {folder}: holds a run: go on with --resume, or start again with --overwrite")
 
 
+def _has_parts(folder: Path) -> bool:
+    """Whether anything would be lost with the run; a run that stopped before its first part is as good as none."""
+    finished = any((folder / name).is_file() for name in (RECORDS, RESULTS))
+    return finished or any(file.stat().st_size for file in folder.glob("parts-*.jsonl"))
+
+
 def _clear(folder: Path) -> None:
-    for pattern in (SETTINGS, RECORDS, LOSSES, RESULTS, KEYS, "parts-*.jsonl", "*.png", "*.yaml", "*.md", "*.csv"):
+    """Remove what runs write, and nothing else; the settings last, without which the folder isn't a run's."""
+    pictures = [f"{task}.png" for task in ("perplexity", "positions", "passkey", "ruler")]
+    for pattern in (*pictures, "parts-*.jsonl", *_UNFINISHED, *_WRITTEN):
         for file in folder.glob(pattern):
             file.unlink()
 
 
 def _stored_parts(folder: Path) -> dict[str, Part]:
-    """Parts of a finished run and of a running one; an unfinished last line is left out."""
-    parts: dict[str, Part] = {}
-    if (folder / RECORDS).is_file():
-        losses = np.load(folder / LOSSES) if (folder / LOSSES).is_file() else np.empty(0, dtype=np.float32)
-        for line in (folder / RECORDS).read_text(encoding="utf-8").splitlines():
-            facts = json.loads(line)
-            span = facts.pop("losses", None)
-            parts[facts.pop("id")] = Part(facts, None if span is None else losses[span[0] : span[1]])
+    """Parts of a finished run and of a running one; lines that were never finished are left out."""
+    parts = _finished_parts(folder) if (folder / RECORDS).is_file() else {}
     for file in sorted(folder.glob("parts-*.jsonl")):
         for text in file.read_bytes().split(b"\n")[:-1]:  # what follows the last line end was never finished
-            facts = json.loads(text)
+            try:
+                facts = json.loads(text)
+            except ValueError:  # the disk was full, or the machine lost power: this part is run again
+                continue
             encoded = facts.pop("losses", None)
             values = None if encoded is None else np.frombuffer(base64.b64decode(encoded), dtype="<f4")
             parts[facts.pop("id")] = Part(facts, values)
+    return parts
+
+
+def _finished_parts(folder: Path) -> dict[str, Part]:
+    parts: dict[str, Part] = {}
+    try:
+        losses = np.load(folder / LOSSES) if (folder / LOSSES).is_file() else np.empty(0, dtype=np.float32)
+        records = [json.loads(line) for line in (folder / RECORDS).read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"{folder}: the run's records can't be read: {error}; start again with --overwrite") from None
+    for facts in records:
+        span = facts.pop("losses", None)
+        if span is not None and span[1] > len(losses):
+            raise ConfigError(
+                f"{folder}: {LOSSES} holds {len(losses)} losses, {RECORDS} speaks of {span[1]}: one of them was "
+                "changed or removed; put it back, or start again with --overwrite"
+            )
+        parts[facts.pop("id")] = Part(facts, None if span is None else losses[slice(*span)])
     return parts
 
 

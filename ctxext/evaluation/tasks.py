@@ -89,18 +89,22 @@ def measure(
         "patch": patch,
     }
     section = resolved[task]
-    run.begin(run_settings(task, bos=section["bos"], dataset_id=prepared.dataset, **about))
-    result = prepared.evaluate(model, tokenizer, run, progress)
-    record = result_record(
-        task,
-        result,
-        dataset_id=prepared.dataset,
-        configuration=resolved,
-        seed=prepared.seed,
-        reused=run.reused,
-        **about,
-    )
-    run.finish(record, result.parts)
+    asked = {"bos": section["bos"], "answers": section.get("answers"), "dataset_id": prepared.dataset}
+    try:
+        run.begin(run_settings(task, **asked, **about))
+        result = prepared.evaluate(model, tokenizer, run, progress)
+        record = result_record(
+            task,
+            result,
+            dataset_id=prepared.dataset,
+            configuration=resolved,
+            seed=prepared.seed,
+            reused=run.reused,
+            **about,
+        )
+        run.finish(record, result.parts)
+    finally:
+        run.close()
     return record, result
 
 
