@@ -1,8 +1,9 @@
 """Break the package on purpose, one fault at a time, and see whether the tests notice.
 
-    .venv/bin/python scripts/break_it.py
+    .venv/bin/python scripts/break_it.py [WORD...]
 
-Each fault is applied to a copy of the repository. A fault that the tests don't notice makes the exit status 1.
+Each fault (or each whose name has one of the words) is applied to a copy of the repository. A fault that the tests don't
+notice makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ ATTENTION = tuple(
 EVALUATION = tuple(
     f"tests/test_{name}.py" for name in ("protocols", "records", "statistics", "positions", "scoring", "perplexity")
 )
+RUNS = tuple(f"tests/test_{name}.py" for name in ("passkey", "ruler_tasks", "runs", "compare"))
 FAULTS = (
     Fault("YaRN's ramp runs the other way", "ctxext/methods/yarn.py", "kept = 1 - (", "kept = 0 + (", CORE),
     Fault(
@@ -74,10 +76,10 @@ FAULTS = (
     ),
     Fault(
         "perplexity averages the means of documents",
-        "ctxext/evaluation/perplexity.py",
-        "tokens=[len(x) for x in scored]",
-        "tokens=[1 for x in scored]",
-        ("tests/test_perplexity.py",),
+        "ctxext/evaluation/metrics.py",
+        "nll = math.fsum(nll_sum) / total if total else None",
+        "nll = sum(x / n for x, n in zip(nll_sum, tokens)) / len(tokens) if total else None",
+        ("tests/test_perplexity.py", "tests/test_metrics.py"),
     ),
     Fault(
         "partial results are merged without their weights",
@@ -170,13 +172,63 @@ FAULTS = (
         "metric = TokenPerplexity().compute(nll_sum=_window_means(scored), tokens=[1] * len(_window_means(scored)))",
         EVALUATION,
     ),
+    Fault(
+        "a prompt that failed leaves the denominator",
+        "ctxext/evaluation/passkey.py",
+        "    trials = len(records)",
+        "    trials = sum(record['error'] is None for record in records) or 1",
+        RUNS,
+    ),
+    Fault(
+        "the answer that was forced stays in the cache",
+        "ctxext/evaluation/answering.py",
+        "self._cache.crop(-surplus)",
+        "pass",
+        RUNS,
+    ),
+    Fault(
+        "a run goes on under other settings",
+        "ctxext/evaluation/runs.py",
+        "return None if there == here else (path, there, here)",
+        "return None",
+        RUNS,
+    ),
+    Fault(
+        "losses are resumed by window alone, whatever the text",
+        "ctxext/evaluation/perplexity.py",
+        'source = f"{documents[number].id}|{hashes[number]}"',
+        'source = "text"',
+        RUNS,
+    ),
+    Fault(
+        "nobody looks at the plain model between two methods",
+        "ctxext/evaluation/compare.py",
+        "if not torch.equal(_probe(model), baseline):",
+        "if False:",
+        RUNS,
+    ),
+    Fault(
+        "methods are compared by their means alone",
+        "ctxext/evaluation/compare.py",
+        "sums.append(float((one.loss.astype(float) - other.loss.astype(float)).sum()))",
+        "sums.append(float(one.loss.astype(float).sum()) - 0.0)",
+        RUNS,
+    ),
+    Fault(
+        "RULER's answers may stand anywhere in a word",
+        "ctxext/evaluation/ruler_tasks.py",
+        r'rf"(?<![^\W_]){re.escape(answer)}(?![^\W_])"',
+        "re.escape(answer)",
+        RUNS,
+    ),
 )
 
 
 def main() -> None:
     """Apply each fault and print what the tests said."""
     unnoticed = []
-    for fault in FAULTS:
+    words = sys.argv[1:]
+    for fault in (fault for fault in FAULTS if not words or any(word in fault.name for word in words)):
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / "ctxext"
             shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "results", ".*_cache"))
