@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/break_it.py [WORD...]
 
-Each fault (or each whose name has one of the words) is applied to a copy of the repository. A fault that the tests don't
-notice makes the exit status 1.
+Each fault (or each whose name has one of the words) is applied to a copy of the repository. A fault that the tests
+don't notice makes the exit status 1.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +27,28 @@ from ctxext.families import window_layers
 
 Judge = Callable[[Prompt, str], Mapping[str, Any]]
 """Facts about an answer, given as text: ``correct`` at least."""
+
+
+@dataclass(frozen=True)
+class AnswersResult:
+    """Rows of scores, the record of every prompt, and what is needed to repeat them.
+
+    ``by_length`` pools the rows of each length, ``summary`` is what follows from all of them.
+    """
+
+    rows: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    protocol: dict[str, Any]
+    counts: dict[str, int]
+    wall_seconds: float
+    peak_memory_bytes: int | None
+    by_length: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> list[str]:
+        """The ids of the run's parts, in order."""
+        return [sample["id"] for sample in self.samples]
 
 
 def answer_prompts(

@@ -8,12 +8,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ctxext.data import resolve_bos
 from ctxext.errors import ConfigError
-from ctxext.evaluation.answering import answer_prompts, shares_prefixes
+from ctxext.evaluation.answering import AnswersResult, answer_prompts, shares_prefixes
 from ctxext.evaluation.haystack import ANSWER_ROOM, NAMES, PROMPT_VERSION, Filler, build_prompt
 from ctxext.evaluation.prompts import Prompt
 from ctxext.evaluation.runs import Run
@@ -34,28 +33,13 @@ FLOOR = 0.95
 """A model that finds fewer keys than this share in short prompts can't do the task."""
 
 
-@dataclass(frozen=True)
-class PasskeyResult:
+class PasskeyResult(AnswersResult):
     """Rows (one per length and depth), the record of every prompt, and what is needed to repeat them.
 
     ``by_length`` pools the depths. ``summary`` holds the effective length (all lengths up to it have four of five keys
     found), for each length the largest distance from the end up to which keys are found (PI's k_max), the share of
     prompts in which the forced and the generated answer agree, and the controls.
     """
-
-    rows: list[dict[str, Any]]
-    samples: list[dict[str, Any]]
-    protocol: dict[str, Any]
-    counts: dict[str, int]
-    wall_seconds: float
-    peak_memory_bytes: int | None
-    by_length: list[dict[str, Any]] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def parts(self) -> list[str]:
-        """The ids of the run's parts, in order."""
-        return [sample["id"] for sample in self.samples]
 
 
 def score(continuation: str, key: str) -> bool:

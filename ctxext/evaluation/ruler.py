@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ctxext.data import resolve_bos
 from ctxext.errors import ConfigError, nearest
-from ctxext.evaluation.answering import answer_prompts, shares_prefixes
+from ctxext.evaluation.answering import AnswersResult, answer_prompts, shares_prefixes
 from ctxext.evaluation.prompts import Prompt
 from ctxext.evaluation.ruler_tasks import PROMPT_VERSION, TASKS, build_prompt, score
 from ctxext.evaluation.runs import Run
@@ -31,26 +30,11 @@ THRESHOLD = 0.856
 """RULER's: the mean score of Llama-2-7B-chat at its own 4,096 tokens, below which a length doesn't count as read."""
 
 
-@dataclass(frozen=True)
-class RulerResult:
+class RulerResult(AnswersResult):
     """Rows (one per task and length), the mean over tasks by length, the record of every prompt.
 
     ``summary`` holds the effective length: all lengths up to it have a mean score of at least ``THRESHOLD``.
     """
-
-    rows: list[dict[str, Any]]
-    samples: list[dict[str, Any]]
-    protocol: dict[str, Any]
-    counts: dict[str, int]
-    wall_seconds: float
-    peak_memory_bytes: int | None
-    by_length: list[dict[str, Any]] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def parts(self) -> list[str]:
-        """The ids of the run's parts, in order."""
-        return [sample["id"] for sample in self.samples]
 
 
 def evaluate_ruler(
