@@ -193,7 +193,8 @@ def _found(entry: Mapping[str, Any], size: int) -> str:
     if row is None:
         return "-"
     low, high = row["wilson95"]
-    return f"{row['correct']} of {row['trials']} ({low:.0%} to {high:.0%})"
+    floor = ", task floor" if entry["passkey"].get("summary", {}).get("floor") else ""
+    return f"{row['correct']} of {row['trials']} ({low:.0%} to {high:.0%}){floor}"
 
 
 def _share(difference: Mapping[str, Any] | None, *, plain: bool) -> str:

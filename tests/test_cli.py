@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import ctxext
 import tiny
 from command_line import Run
 from ctxext.cli import info
+from ctxext.evaluation import answering
 from ctxext.methods import METHODS
 
 ATTENTION = [name for name in tiny.METHODS if name not in tiny.STATIC]
@@ -247,6 +250,32 @@ def test_ruler_prints_a_row_per_task_and_length_and_draws_them(run: Run, folder:
     assert record["summary"]["effective_length"] is None
     written = {file.name for file in output.iterdir()}
     assert written == {"run.json", "records.jsonl", "results.json", "config.yaml", "ruler.png"}
+
+
+def test_prompts_that_fail_make_a_partial_result_and_status_3(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = answering._Reader.forced
+
+    def forced(reader: Any, batch: Any) -> Any:
+        if batch[0].index == 1:
+            raise torch.OutOfMemoryError("no memory left")
+        return read(reader, batch)
+
+    monkeypatch.setattr(answering._Reader, "forced", forced)
+    arguments = ("-m", folder, "--length", 320, "--depth", 0.5, "--trials", 3, "--controls", 0, "--json")
+    result = run("eval", "passkey", *arguments)
+    assert result.status == 3
+    assert "the first: OutOfMemoryError: no memory left" in result.err
+    record = json.loads(result.out)
+    assert (record["status"], record["counts"]["errors"]) == ("partial", 1)
+    assert [(row["trials"], row["errors"]) for row in record["rows"]] == [(3, 1)]
+
+
+def test_a_model_that_finds_no_key_in_short_prompts_is_said_to_be_at_the_floor(run: Run, folder: Path) -> None:
+    result = run("eval", "passkey", "-m", folder, "--length", 320, "--depth", 0.5, "--trials", 1, "--controls", 1)
+    assert "controls: 0 of 1 in 512 tokens" in result.out
+    assert "task floor" in result.out
 
 
 def test_inspect_reports_and_draws(run: Run, folder: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ctxext.evaluation import compare as comparing
 from ctxext.evaluation.compare import check_comparable, compare, summary
 from ctxext.evaluation.statistics import clustered_mean, holm, paired_proportions
 from ctxext.evaluation.tasks import prepare
-from ctxext.reporting import FORMATS, html_report, report
+from ctxext.reporting import FORMATS, comparison_table, html_report, report
 
 METHODS: dict[str, Any] = {
     "plain": None,
@@ -178,6 +178,15 @@ def test_passkeys_are_paired_by_prompt(checkpoint: Path, texts: Path) -> None:
     found = rows["DCA"]["found"]
     assert (found["difference"], found["p"], found["only_here"], found["trials"]) == (0.75, expected.p, 3, 4)
     assert rows["YaRN x4"]["found"]["difference"] == 0
+
+
+def test_a_task_that_is_too_hard_even_in_short_prompts_is_marked_in_the_table(checkpoint: Path, texts: Path) -> None:
+    controls = {"passkey": {"length": [300], "trials": 1, "controls": 1}}
+    entries, _ = compared(checkpoint, configured(checkpoint, texts, {"plain": None}, **controls), ("passkey",))
+    content = summary(entries, 64)
+    assert "0 of 2 (0% to 66%), task floor" in comparison_table(content)
+    content["entries"][0]["passkey"]["summary"]["floor"] = False
+    assert "floor" not in comparison_table(content)
 
 
 def test_results_of_other_protocols_or_texts_do_not_compare() -> None:

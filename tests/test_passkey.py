@@ -181,6 +181,14 @@ def test_the_key_stands_exactly_twice_in_the_prompt_and_nowhere_else(tokenizer: 
         assert sum(character.isdigit() for character in text) == 10
 
 
+def test_the_needle_is_a_sentence_between_two_blanks(bpe: Any) -> None:
+    for sample in grid(bpe, [900], DEPTHS, 2):
+        text = bpe.decode(sample.input_ids, skip_special_tokens=True)
+        before, after = text.split(haystack.NEEDLE.format(key=sample.answers[0]))
+        assert before.endswith(". ")
+        assert re.match(r" [A-Z]", after)
+
+
 def test_the_prompt_does_not_end_in_whitespace(tokenizer: Any) -> None:
     text = tokenizer.decode(sample_of(tokenizer).input_ids)
     assert text == text.rstrip()
@@ -348,6 +356,16 @@ def test_what_follows_the_end_of_sequence_is_not_read(bpe: Any) -> None:
     model = Stub(lambda row: [bpe.eos_token_id, *digits])
     result = evaluate_passkey(model, bpe, lengths=[512], depths=(0.5,), trials=1)
     assert result.samples[0]["answer"] == ""
+
+
+def test_the_answer_is_cut_off_by_tokens_whatever_the_decoder_does_to_blanks() -> None:
+    tokenizer = word_level()
+    [prompt] = grid(tokenizer, [512], (0.9,), 1)
+    spaced = tokenizer.decode(prompt.input_ids, skip_special_tokens=True)
+    assert " ." in spaced  # longer than what was tokenised, so that a cut by characters falls elsewhere
+    said = tokenizer("The grass is green. 1", add_special_tokens=False).input_ids
+    [record] = evaluate_passkey(Stub(lambda row: said), tokenizer, lengths=[512], depths=(0.9,), trials=1).samples
+    assert record["answer"] == tokenizer.decode(said)
 
 
 def test_rows_and_records_say_what_was_asked_and_answered(bpe: Any) -> None:
@@ -647,6 +665,25 @@ def test_a_prompt_that_fails_counts_as_wrong_and_the_rest_goes_on(bpe: Any) -> N
     assert result.samples[-1]["error"] == "OutOfMemoryError: no memory left"
 
 
+def test_a_prompt_that_fails_is_no_greedy_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def forced(self, batch: list[Prompt]) -> list[dict[str, Any]]:
+            if batch[0].index:
+                raise torch.OutOfMemoryError("no memory left")
+            return [{"answer_nll": 0.1, "greedy_match": True}]
+
+        def forget(self) -> None:
+            pass
+
+    monkeypatch.setattr(answering, "_Reader", Failing)
+    [row] = evaluate(tiny.model(), characters(), lengths=[400], depths=(0.5,), trials=4, answers="forced").rows
+    assert (row["correct"], row["trials"], row["errors"]) == (1, 4, 3)
+    assert row["greedy_match"] == row["accuracy"] == 0.25
+
+
 def test_distractors_are_other_peoples_keys_at_depths_of_their_own(tokenizer: Any) -> None:
     for trial in range(4):
         prompt = sample_of(tokenizer, distractors=3, trial=trial)
@@ -658,6 +695,13 @@ def test_distractors_are_other_peoples_keys_at_depths_of_their_own(tokenizer: An
         assert 1024 - 24 < len(prompt.input_ids) + prompt.max_new_tokens <= 1024
         rest = squeezed(tokenizer.decode(prompt.input_ids[prompt.details["needle_start"] :]))
         assert rest.startswith(f"Thepasskeyof{name}is{prompt.answers[0]}")
+
+
+def test_distractors_are_no_part_of_the_realised_depth(tokenizer: Any) -> None:
+    for depth in (0.0, 0.5, 1.0):
+        for trial in range(2):
+            prompt = sample_of(tokenizer, length=2000, depth=depth, trial=trial, distractors=3)
+            assert prompt.details["depth_realised"] == pytest.approx(depth, abs=23 / 1500)
 
 
 def test_keys_can_be_hidden_in_a_text(tokenizer: Any) -> None:

@@ -37,3 +37,28 @@ def test_the_comparison_of_methods_shows_both_perplexities_and_the_share_of_keys
     assert [text.get_text().strip() for text in (*left.texts, *right.texts)] == ["8.00", "400.00", "5 of 10"]
     assert right.containers[0].lines[0].get_xdata() == pytest.approx([0.5])
     assert (tmp_path / "new" / "methods.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_columns_of_a_heatmap_are_in_numeric_order_and_its_colours_run_from_none_to_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures, save = [], plotting._save
+    monkeypatch.setattr(plotting, "_save", lambda figure, path: (figures.append(figure), save(figure, path)))
+    # As text, 16384 would come before 512, and 4096 between them and 8192.
+    cells = [(16384, 0.25), (512, 0.5), (8192, 0.75), (4096, 0.5)]
+    rows = [
+        {"length": length, "depth": depth, "accuracy": share, "trials": 4}
+        for length, share in cells
+        for depth in (1.0, 0.1)
+        if (length, depth) != (8192, 0.1)
+    ]
+    plotting.plot_record(
+        {"task": "passkey", "rows": rows, "method": None, "provenance": {"model": "tiny"}}, tmp_path / "new"
+    )
+    axes = figures[0].axes[0]
+    [image] = axes.get_images()
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["512", "4,096", "8,192", "16,384"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["10%", "100%"]
+    assert image.get_array().filled(-1).tolist() == [[0.5, 0.5, -1, 0.25], [0.5, 0.5, 0.75, 0.25]]
+    assert image.get_clim() == (0, 1)
+    assert (tmp_path / "new" / "passkey.png").read_bytes().startswith(b"\x89PNG")

@@ -38,3 +38,8 @@ def test_a_prompt_is_known_by_its_tokens() -> None:
 @pytest.mark.parametrize(("a", "b", "common"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2], [1, 3], 1)])
 def test_a_common_prefix_ends_where_either_does(a: list[int], b: list[int], common: int) -> None:
     assert common_prefix(a, b) == common
+
+
+def test_ids_that_differ_by_sixteen_bits_are_other_prompts() -> None:
+    narrow, wide = (Prompt("a", "task", 10, 0, [1, 23 + more], ("x",), [4], 2, 8) for more in (0, 2**16))
+    assert narrow.sha256 != wide.sha256

@@ -118,6 +118,18 @@ def test_no_tensor_grows_with_length_times_vocabulary_or_length_squared(monkeypa
     assert largest.elements <= max(2**16, length * widest)
 
 
+@pytest.mark.parametrize("method", [ctxext.DCA, ctxext.DynamicYaRN])
+def test_changed_attention_holds_no_score_for_every_pair_unless_it_is_the_naive_one(method: Any) -> None:
+    length, elements = 1000, {}
+    for attention in ("fused", "naive"):
+        with ctxext.patch(tiny.model(max_position_embeddings=256), method(attention=attention)) as handle:
+            with Largest() as largest:
+                token_nll(handle.model, tiny.tokens(length), 10)
+            elements[attention] = largest.elements
+    assert elements["naive"] >= length**2
+    assert elements["fused"] <= length * 256
+
+
 def test_no_cache_is_allocated_and_no_mask_is_passed() -> None:
     model, calls = tiny.model(), []
     model.model.register_forward_hook(lambda module, args, kwargs, out: calls.append((kwargs, out)), with_kwargs=True)

@@ -134,6 +134,15 @@ def test_unpaired_answers_are_refused(first: list[bool], second: list[bool]) -> 
         paired_proportions(first, second)
 
 
+def test_what_two_methods_share_in_each_document_is_no_part_of_their_differences_error() -> None:
+    first, tokens = draw(np.random.default_rng(2), 30)
+    second = [total + 0.01 * n + noise for total, n, noise in zip(first, tokens, [3.0, -3.0] * 15, strict=True)]
+    one, other = clustered_mean(first, tokens), clustered_mean(second, tokens)
+    paired = clustered_mean([b - a for a, b in zip(first, second, strict=True)], tokens)
+    assert paired.value == pytest.approx(0.01, abs=1e-3)
+    assert (paired.se or math.inf) < math.hypot(one.se or 0, other.se or 0) / 50
+
+
 def test_holms_p_values_are_those_of_the_definition() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([]) == []

@@ -102,10 +102,10 @@ def build_prompt(
     details: dict[str, Any] = {"depth": depth, "trial": trial, "key": key}
     if needle:
         start = common_prefix(ids, tokenize(tokenizer, haystack.before(asked, sentences)))
-        before, total = start - len(tokenize(tokenizer, INSTRUCTION)), len(ids) - len(bare)
+        filler_before, total = haystack.filler_before(asked, sentences, start), len(ids) - len(bare)
         details |= {
             "needle_start": len(prefix) + start,
-            "depth_realised": before / total if total else 0.0,
+            "depth_realised": filler_before / total if total else 0.0,
             "distance": len(ids) - start,
         }
     forced_ids, forced_start = forced_answer(tokenizer, haystack.text(sentences), ids, f" {key}", prefix)
@@ -166,6 +166,13 @@ class _Haystack:
         """The prompt up to ``needle``."""
         parts = self._parts(sentences)
         return " ".join([INSTRUCTION, *parts[: parts.index(needle.sentence)]])
+
+    def filler_before(self, needle: Needle, sentences: Sequence[str], start: int) -> int:
+        """Tokens of filler before ``needle``, which starts at ``start``: neither instruction nor other needles."""
+        parts, head = self._parts(sentences), len(tokenize(self._tokenizer, INSTRUCTION))
+        others = {other.sentence for other in self._needles} & set(parts[: parts.index(needle.sentence)])
+        needles = sum(len(tokenize(self._tokenizer, f"{INSTRUCTION} {other}")) - head for other in others)
+        return start - head - needles
 
     def fill(self, room: int, bare: list[int]) -> tuple[list[str], list[int]]:
         """The most sentences of ``FILLER`` with which the prompt takes at most ``room`` tokens, and its tokens.

@@ -191,7 +191,7 @@ def check_arguments(
 def aggregate(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Share of right answers with its 95 % Wilson interval, mean loss of the answers, mean distance from the end.
 
-    A prompt that failed counts as wrong, and among ``errors``.
+    A prompt that failed counts as wrong, and among ``errors``; it has no loss.
     """
     from ctxext.evaluation.metrics import PasskeyAccuracy  # loads `evaluate`, which takes a second
 
@@ -206,8 +206,12 @@ def aggregate(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         correct = sum(record["correct"] for record in records)
     row = {"trials": trials, "correct": correct, "accuracy": correct / trials, "wilson95": wilson95(correct, trials)}
     row["errors"] = sum(record["error"] is not None for record in records)
-    for name, key in (("answer_nll", "answer_nll"), ("greedy_match", "greedy_match"), ("distance", "distance")):
-        values = [record[key] for record in records if record.get(key) is not None]  # a loss that isn't finite is None
+    if any("greedy_match" in record for record in records):
+        row["greedy_match"] = sum(record.get("greedy_match", False) for record in records) / trials
+    for name in ("answer_nll", "distance"):
+        values = [
+            record[name] for record in records if record.get(name) is not None
+        ]  # a loss that isn't finite is None
         if values:
             row[name] = sum(values) / len(values)
     return row
