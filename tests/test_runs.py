@@ -667,7 +667,7 @@ def test_a_part_that_failed_counts_as_wrong_and_is_tried_again(
         patched.setattr(answering._Reader, "generated", failing)
         partial = call(*arguments)
     assert partial.status == 3
-    assert "1 prompts failed and count as wrong; the first: RuntimeError: out of memory" in partial.err
+    assert "prompts that failed, and count as wrong: 1; the first: RuntimeError: out of memory" in partial.err
     record, complete = result(tmp_path), result(whole(task))
     assert (record["status"], record["counts"]["errors"]) == ("partial", 1)
     assert [row["trials"] for row in record["rows"]] == [row["trials"] for row in complete["rows"]]

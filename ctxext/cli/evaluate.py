@@ -350,7 +350,9 @@ def _finish(record: dict[str, Any], wanted: options.Results) -> None:
         print_record(record)
     if record["status"] != "complete":
         first = next(sample["error"] for sample in record["samples"] if sample["error"])
-        typer.echo(f"{record['counts']['errors']} prompts failed and count as wrong; the first: {first}", err=True)
+        typer.echo(
+            f"prompts that failed, and count as wrong: {record['counts']['errors']}; the first: {first}", err=True
+        )
     if wanted.output is not None:
         from ctxext.evaluation.artefacts import write_artefacts
 
