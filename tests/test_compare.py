@@ -108,12 +108,46 @@ def test_a_method_that_changes_nothing_is_an_error(
     checkpoint: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Nothing:
-        def remove(self) -> None:
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
             pass
 
     monkeypatch.setattr(comparing, "patch", lambda model, method, **options: Nothing())
     with pytest.raises(PatchError, match=r"YaRN x4: the method changes nothing"):
         compared(checkpoint, configured(checkpoint, texts))
+
+
+@pytest.mark.parametrize(
+    ("methods", "words"),
+    [
+        ({"plain": {"name": "pi", "factor": 2}}, "label 'plain' is the plain model's"),
+        ({"PI x2": {"name": "pi", "factor": 2}, "pi-x2": {"name": "pi", "factor": 4}}, "would have one folder"),
+    ],
+)
+def test_labels_that_would_be_mixed_up_are_refused(
+    checkpoint: Path, texts: Path, methods: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        compared(checkpoint, configured(checkpoint, texts, methods))
+
+
+def test_an_interrupted_comparison_takes_the_method_off(
+    checkpoint: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(task: str, prepared: Any, configuration: Config, *rest: Any) -> Any:
+        if configuration.method is not None:
+            raise KeyboardInterrupt
+        return real(task, prepared, configuration, *rest)
+
+    real = comparing.measure
+    monkeypatch.setattr(comparing, "measure", interrupted)
+    config = configured(checkpoint, texts)
+    model, tokenizer = ctxext.load_model(str(checkpoint))
+    with pytest.raises(KeyboardInterrupt):
+        compare(model, tokenizer, config.compare.methods, {"perplexity": prepare("perplexity", config)}, config)
+    assert ctxext.inspect(model).method is None
 
 
 def test_what_does_not_fit_or_runs_out_of_memory_is_a_row_with_the_reason(
@@ -190,12 +224,15 @@ def test_a_task_that_is_too_hard_even_in_short_prompts_is_marked_in_the_table(ch
 
 
 def test_results_of_other_protocols_or_texts_do_not_compare() -> None:
-    first = {"task": "perplexity", "protocol": {"name": "prefix"}, "dataset": {"fingerprint": "a"}}
+    first: dict[str, Any] = {"task": "perplexity", "protocol": {"name": "prefix"}, "dataset": {"fingerprint": "a"}}
+    first["provenance"] = {"tokenizer": {"fingerprint": "t"}}
     check_comparable([first, dict(first)])
     with pytest.raises(ConfigError, match="their protocol differs"):
         check_comparable([first, first | {"protocol": {"name": "sliding"}}])
     with pytest.raises(ConfigError, match="their dataset differs"):
         check_comparable([first, first | {"dataset": {"fingerprint": "b"}}])
+    with pytest.raises(ConfigError, match="their tokenizer differs"):
+        check_comparable([first, first | {"provenance": {"tokenizer": {"fingerprint": "u"}}}])
 
 
 @pytest.fixture(scope="module")

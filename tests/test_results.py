@@ -27,6 +27,9 @@ class Tokenizer:
     def __len__(self) -> int:
         return 128
 
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, "b": 1}
+
 
 PERPLEXITY = PerplexityResult(
     rows=[{"length": 64, "documents": 2, "tokens": 126, "nll": 800.0, "perplexity": None}],

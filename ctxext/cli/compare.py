@@ -34,9 +34,7 @@ def compare(
     dataset: options.Dataset = None,
     max_documents: Annotated[int | None, typer.Option(help="Stop after this many documents.")] = None,
     trials: Annotated[int | None, typer.Option(help="Prompts for each cell of passkey and ruler.")] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="At most so many documents, and prompts of a cell: to try a comparison out.")
-    ] = None,
+    limit: options.Limit = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     attn_implementation: options.Attention = None,
@@ -50,9 +48,8 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Which method works, up to which length, at what cost for short text, and how sure that is."""
-    least = None if limit is None else max(1, limit)
-    texts = {"dataset": dataset, "max_documents": least or max_documents}
-    prompts = {"length": length or None, "trials": least or trials}
+    texts = {"dataset": dataset, "max_documents": limit or max_documents}
+    prompts = {"length": length or None, "trials": limit or trials}
     configuration = options.configure(
         config,
         settings,
@@ -63,7 +60,7 @@ def compare(
         perplexity={"length": length or None, **texts},
         positions={"length": max(length) if length else None, **texts},
         longppl={"length": max(length) if length else None, **texts},
-        passkey=prompts | ({"controls": least} if least else {}),
+        passkey=prompts | ({"controls": limit} if limit else {}),
         ruler=prompts,
     )
     from ctxext.errors import ConfigError
@@ -115,7 +112,7 @@ def _compare(configuration: Config, wanted: options.Results) -> None:
             "and give it as -s longppl.keys=FILE"
         )
     tasks = {str(name): prepare(name, configuration) for name in section.tasks}
-    if not wanted.dry_run:
+    if not wanted.dry_run and is_main_process():
         _check_folder(wanted)
     model, tokenizer = options.load(configuration)
     if wanted.dry_run:

@@ -54,6 +54,10 @@ TextColumn = Annotated[str | None, typer.Option(help="Column that holds the text
 DatasetRevision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of a hub data set. Default: the present one, or the pinned.")
 ]
+Limit = Annotated[
+    int | None,
+    typer.Option(min=1, help="At most so many documents, or prompts of each cell: to try a run out."),
+]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Folder for the result, the records it is made of, and pictures.")
 ]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import gc
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ctxext.errors import ConfigError, CtxextError, PatchError
 from ctxext.evaluation.positions import curve, default_edges
 from ctxext.evaluation.records import TokenLosses, within
-from ctxext.evaluation.runs import Run
+from ctxext.evaluation.runs import FolderError, Run
 from ctxext.evaluation.statistics import clustered_mean, holm, paired_proportions
 from ctxext.evaluation.tasks import Prepared, Progress, measure
 from ctxext.inspection import inspect
@@ -81,10 +81,12 @@ def compare(
         progress: called with label, task and evaluation before each; a context manager that gives a callback.
 
     Raises:
+        ConfigError: labels that can't be told apart, or another method under the label of the plain model.
         PatchError: a method that changes nothing, or a plain model that isn't what it was.
     """
-    if active_patch(unwrap(model)) is not None:
-        active_patch(unwrap(model)).remove()  # type: ignore[union-attr]  # it was there a line ago
+    _check_labels(methods)
+    if (own := active_patch(unwrap(model))) is not None:
+        own.remove()
     baseline, fingerprint = _probe(model), inspect(model).fingerprint
     entries = []
     for label, method in {PLAIN: None, **{label: m for label, m in methods.items() if m is not None}}.items():
@@ -97,13 +99,12 @@ def compare(
             continue
         if handle is not None and inspect(model).fingerprint == fingerprint:
             raise PatchError(f"{label}: the method changes nothing: its rotations are the plain model's")
-        for task, prepared in tasks.items():
-            place = None if folder is None else folder / _slug(label) / task
-            run = Run(place, resume=resume and place is not None, overwrite=overwrite and place is not None)
-            with progress(label, task, prepared) if progress is not None else _silent() as bar:
-                _measure(entry, task, prepared, replace(configuration, method=method), model, tokenizer, run, bar)
-        if handle is not None:
-            handle.remove()
+        with handle or nullcontext():
+            for task, prepared in tasks.items():
+                place = None if folder is None else folder / _slug(label) / task
+                run = Run(place, resume=resume and place is not None, overwrite=overwrite and place is not None)
+                with progress(label, task, prepared) if progress is not None else nullcontext() as bar:
+                    _measure(entry, task, prepared, replace(configuration, method=method), model, tokenizer, run, bar)
         if not torch.equal(_probe(model), baseline):
             raise PatchError(f"after {label} the plain model's logits are not what they were: results would be wrong")
     return entries
@@ -148,9 +149,9 @@ def summary(entries: Sequence[Entry], trained: int) -> dict[str, Any]:
 
 
 def check_comparable(records: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError unless results of one task were made with the same protocol on the same text."""
-    for key in ("protocol", "dataset"):
-        first, *rest = (record.get(key) for record in records)
+    """Raise ConfigError unless results of one task were made with the same protocol on the same text and tokens."""
+    for key in ("protocol", "dataset", "tokenizer"):
+        first, *rest = (record.get(key) or record["provenance"].get(key) for record in records)
         for other in rest:
             if other != first:
                 raise ConfigError(f"results of {records[0]['task']} can't be compared: their {key} differs")
@@ -170,7 +171,7 @@ def _measure(
     try:
         record, result = measure(task, prepared, configuration, model, tokenizer, run, bar)
     except (CtxextError, RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
-        if _is_about_the_run(error):
+        if isinstance(error, FolderError):  # which concerns all methods alike
             raise
         entry.reasons[task] = " ".join(str(error).split()) or type(error).__name__
         run.close()
@@ -181,11 +182,6 @@ def _measure(
     entry.records[task] = record
     if task == "perplexity":
         entry.losses = result.losses
-
-
-def _is_about_the_run(error: BaseException) -> bool:
-    """Errors about the output folder, which concern all methods alike."""
-    return isinstance(error, ConfigError) and "--output" in str(error)
 
 
 @torch.no_grad()
@@ -203,12 +199,17 @@ def _replaces(configuration: Config) -> bool:
 
 
 def _slug(label: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-").lower()
+    return re.sub(r"[^\w.]+", "-", label).strip("-.").lower() or "method"
 
 
-@contextmanager
-def _silent() -> Iterator[None]:
-    yield None
+def _check_labels(methods: Mapping[str, Method | None]) -> None:
+    if methods.get(PLAIN) is not None:
+        raise ConfigError(f"the label {PLAIN!r} is the plain model's: give method {methods[PLAIN]!r} another")
+    slugs: dict[str, str] = {}
+    for label in methods:
+        other = slugs.setdefault(_slug(label), label)
+        if other != label:
+            raise ConfigError(f"labels {other!r} and {label!r} would have one folder: tell them apart by letters")
 
 
 def _longest(entry: Entry) -> list[TokenLosses]:

@@ -58,7 +58,11 @@ def result_record(
             "model": model_id,
             "revision": revision,
             "model_type": getattr(model.config, "model_type", None),
-            "tokenizer": {"class": type(tokenizer).__name__, "vocabulary": len(tokenizer)},
+            "tokenizer": {
+                "class": type(tokenizer).__name__,
+                "vocabulary": len(tokenizer),
+                "fingerprint": tokenizer_fingerprint(tokenizer),
+            },
             "dtype": str(model.dtype).removeprefix("torch."),
             "attn_implementation": getattr(model.config, "_attn_implementation", None),
             "seed": seed,

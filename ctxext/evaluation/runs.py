@@ -35,6 +35,10 @@ _UNFINISHED = tuple(f".{name}.????????.tmp" for name in _WRITTEN)
 Item = TypeVar("Item")
 
 
+class FolderError(ConfigError):
+    """A run's folder can't be used as asked."""
+
+
 @dataclass(frozen=True)
 class Part:
     """What came of one window or prompt: JSON-ready facts, and the losses of its tokens in nats, float32 ``[n]``.
@@ -93,7 +97,7 @@ class Run:
             try:
                 self._lock.acquire()
             except Timeout:
-                raise ConfigError(f"--output {self.folder}: another process is at work on this run") from None
+                raise FolderError(f"--output {self.folder}: another process is at work on this run") from None
             if self._overwrite or not _has_parts(self.folder):
                 _clear(self.folder)
             self._prepare(plain(settings))
@@ -192,7 +196,7 @@ class Run:
             there = _read_json(path)
             if (difference := _difference(there, settings)) is not None:
                 key, old, new = difference
-                raise ConfigError(
+                raise FolderError(
                     f"--output {self.folder}: holds a run with {key} {old!r}, this one has {new!r}; "
                     "give another folder, or --overwrite"
                 )
@@ -287,18 +291,18 @@ def _check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise ConfigError("--resume goes on with a run, --overwrite throws it away: give one of them")
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--output {folder}: this is a file; give the name of a folder")
+        raise FolderError(f"--output {folder}: this is a file; give the name of a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         names = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
         names = [name for name in names if not any(map(Path(name).match, _UNFINISHED))]
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ConfigError(f"--output {folder}: can't be written: {error.strerror}") from None
+        raise FolderError(f"--output {folder}: can't be written: {error.strerror}") from None
     if names and SETTINGS not in names:
-        raise ConfigError(f"--output {folder}: holds other files ({names[0]}, ...): give an empty folder or a new name")
+        raise FolderError(f"--output {folder}: holds other files ({names[0]}, ...): give an empty folder or a new name")
     if not resume and not overwrite and _has_parts(folder):
-        raise ConfigError(f"--output {folder}: holds a run: go on with --resume, or start again with --overwrite")
+        raise FolderError(f"--output {folder}: holds a run: go on with --resume, or start again with --overwrite")
 
 
 def _has_parts(folder: Path) -> bool:
