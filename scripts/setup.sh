@@ -40,7 +40,7 @@ ensure_environment() {  # ensure_environment EXTRAS
 
 ensure_oldest() {  # an environment over the first one, with every dependency at its lowest supported version
     local oldest="$VENV/oldest" site bounds
-    bounds="$(sed -nE -e '/^dependencies/,/^\]/s/^    "([A-Za-z-]+)>=([0-9.]+)(,.*)?",$/\1==\2/p' \
+    bounds="$(sed -nE -e '/^dependencies/,/^\]/s/^    "([A-Za-z0-9-]+)>=([0-9.]+)(,.*)?",$/\1==\2/p' \
         -e 's/^(gguf|plot|peft) = \["(.*)>=(.*)"\]$/\2==\3/p' pyproject.toml | grep -v '^torch==')"
     if [ "$(cat "$oldest/.bounds" 2>/dev/null)" = "$bounds" ]; then
         return
