@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer
 
 from ctxext.errors import ConfigError, nearest
 from ctxext.methods import Method, method_class
@@ -142,6 +142,11 @@ class CompareSection(Section):
         "passkey",
     )
 
+    @field_serializer("methods")
+    def _written(self, methods: dict[str, Method | None]) -> dict[str, Any]:
+        """Each method with the settings of its own class."""
+        return {label: m and m.model_dump(mode="json", exclude_none=True) for label, m in methods.items()}
+
 
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelSection,
@@ -172,11 +177,7 @@ class Config:
         values = {}
         for name in sections:
             section = getattr(self, name)
-            values[name] = (
-                None
-                if section is None
-                else section.model_dump(mode="json", exclude_none=name == "method", serialize_as_any=True)
-            )
+            values[name] = None if section is None else section.model_dump(mode="json", exclude_none=name == "method")
         return values
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import ctxext
-from ctxext.config import load_config, load_method
+from ctxext.config import load_config, load_method, parse_method
 from ctxext.methods import METHODS
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -251,3 +251,11 @@ def test_a_method_inside_another_is_written_in_full(tmp_path: Path) -> None:
 def test_methods_can_not_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         ctxext.YaRN(factor=4).factor = 8  # type: ignore[misc]
+
+
+def test_the_methods_of_a_comparison_are_written_in_full(tmp_path: Path) -> None:
+    text = "compare: {methods: {plain: null, A: {name: yarn, factor: 2, beta_fast: 16}, B: {name: dca}}}"
+    methods = load_config(write(tmp_path, text)).resolved("compare")["compare"]["methods"]
+    assert methods["plain"] is None
+    assert methods["A"]["beta_fast"] == 16
+    assert parse_method(methods["B"], "method") == ctxext.DCA()
