@@ -148,6 +148,53 @@ class CompareSection(Section):
         return {label: m and m.model_dump(mode="json", exclude_none=True) for label, m in methods.items()}
 
 
+class LoRASection(Section):
+    """Low-rank adapters in place of all weights."""
+
+    rank: Annotated[WholeNumber, Field(ge=1)] = 16
+    alpha: Annotated[WholeNumber, Field(ge=1)] | None = Field(
+        None, description="Scale times rank. Default: twice the rank."
+    )
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    target_modules: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    trainable: Annotated[tuple[Literal["norm", "embed"], ...], BeforeValidator(_listed)] = Field(
+        (), description="What is trained whole beside the adapters."
+    )
+    merge: bool = Field(False, description="Save the model with the adapters merged into it.")
+
+
+class FinetuneSection(Section):
+    """A short fine-tune; the defaults are YaRN's recipe."""
+
+    dataset: str | None = None
+    config_name: str | None = None
+    split: str | None = Field(None, description="Default: train, or the first of test and validation that there is.")
+    text_column: str | None = None
+    dataset_revision: str | None = None
+    sequence_length: Annotated[WholeNumber, Field(ge=2)] | None = Field(None, description="Tokens of a block.")
+    pack: Literal["documents", "concat"] = "documents"
+    positions: Literal["consecutive", "pose"] = "consecutive"
+    steps: Annotated[WholeNumber, Field(ge=1)] = 400
+    batch_size: Annotated[WholeNumber, Field(ge=1)] = Field(1, description="Blocks at a time, in each process.")
+    gradient_accumulation_steps: Annotated[WholeNumber, Field(ge=1)] = 64
+    learning_rate: Annotated[Number, Field(gt=0)] = 2e-5
+    warmup_steps: Annotated[WholeNumber, Field(ge=0)] = 20
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    betas: tuple[Number, Number] = (0.9, 0.95)
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[Number, Field(gt=0)] = 1.0
+    precision: Literal["bf16", "fp32"] = "bf16"
+    gradient_checkpointing: bool = True
+    lora: LoRASection | None = None
+    seed: Annotated[WholeNumber, Field(ge=0)] = 0
+    evaluate_every: Annotated[WholeNumber, Field(ge=1)] | None = Field(
+        None, description="Steps from one evaluation, as section perplexity says, to the next."
+    )
+    save_every: Annotated[WholeNumber, Field(ge=1)] = 50
+    keep: Annotated[WholeNumber, Field(ge=1)] = Field(2, description="Checkpoints that are kept.")
+    trackers: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field((), description="E.g. tensorboard.")
+
+
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelSection,
     "perplexity": PerplexitySection,
@@ -156,6 +203,7 @@ SECTIONS: dict[str, type[Section]] = {
     "ruler": RulerSection,
     "longppl": LongPPLSection,
     "compare": CompareSection,
+    "finetune": FinetuneSection,
 }
 
 
@@ -171,6 +219,7 @@ class Config:
     ruler: RulerSection
     longppl: LongPPLSection
     compare: CompareSection
+    finetune: FinetuneSection
 
     def resolved(self, *sections: str) -> dict[str, Any]:
         """Plain values with all defaults filled in, as they are written beside results."""
@@ -227,6 +276,7 @@ def load_config(
         ruler=parsed["ruler"],  # type: ignore[arg-type]
         longppl=parsed["longppl"],  # type: ignore[arg-type]
         compare=parsed["compare"],  # type: ignore[arg-type]
+        finetune=parsed["finetune"],  # type: ignore[arg-type]
     )
 
 

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ _NOT_STDLIB = {"__pycache__", "distutils", "ensurepip", "idlelib", "lib2to3", "p
 _NOT_STDLIB |= {"dist-packages", "test", "tests", "tkinter", "turtledemo", "venv"}
 _LOADERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 _SPLITS = ("test", "validation", "train")
+_TRAINING_SPLITS = ("train", "validation", "test")
 _TOKEN_IDS = ("input_ids", "tokens")  # what columns of token ids are called
 _POLICIES = ("auto", "always", "never")
 
@@ -56,6 +57,7 @@ def load_documents(
     split: str | None = None,
     text_column: str | None = None,
     revision: str | None = None,
+    for_training: bool = False,
 ) -> Iterator[Document]:
     """Stream the documents of ``dataset`` in a fixed order.
 
@@ -81,6 +83,7 @@ def load_documents(
         revision: branch, tag or commit of a hub data set; by default the present one, for a short name its fixed one.
             Only a commit fixes the text; the hub's own branch ``refs/convert/parquet``, where it has one, holds a
             data set as parquet, but follows its changes.
+        for_training: take the split train where the hub data set has one and no other is given.
 
     Raises:
         DataError: the data set can't be found or read, is empty, has a row without text, or holds token ids instead.
@@ -97,7 +100,8 @@ def load_documents(
                 f"{dataset!r} not found: it looks like a path, not a hub id (owner/name); check the spelling"
             )
         given = {"config_name": config_name, "split": split, "text_column": text_column, "revision": revision}
-        return _read_hub(dataset, {name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        return _read_hub(dataset, given, _TRAINING_SPLITS if for_training else _SPLITS)
     if config_name is not None or split is not None or revision is not None:
         raise DataError(
             f"{dataset!r} has no configurations, splits or revisions, only hub data sets have: leave them out"
@@ -142,6 +146,21 @@ def require_disjoint(train: Iterable[Document], evaluation: Iterable[Document]) 
             f"training and evaluation data overlap in {count} document{'s' if count > 1 else ''}: {first}; evaluate on "
             "another split, take them out, or rename files that only share a name"
         )
+
+
+def without_overlap(train: Iterable[Document], held_out: Iterable[Document]) -> Iterator[Document]:
+    """The documents of ``train``, each compared with all of ``held_out`` as :func:`require_disjoint` compares them.
+
+    ``held_out`` is read first, and only hashes of it are kept. Raises DataError at the first document that is in both.
+    """
+    hashes = {_sha256(part) for document in held_out for part in (document.id, document.text) if part.strip()}
+    for document in train:
+        if _sha256(document.text) in hashes or _sha256(document.id) in hashes:
+            raise DataError(
+                f"{document.id!r} is a document of the training data and of the evaluation data: evaluate on another "
+                "split or data set, or rename files that only share a name"
+            )
+        yield document
 
 
 def fingerprint(documents: Iterable[Document]) -> str:
@@ -291,8 +310,10 @@ def _local_rows(file: Path, loader: str, options: dict[str, str]) -> Iterator[di
         raise DataError(f"{file.name!r} can't be read as {file.suffix.lower()}: {explain(error)}") from error
 
 
-def _read_hub(dataset: str, given: dict[str, str]) -> Iterator[Document]:
-    source = replace(ALIASES.get(dataset, HubSource(dataset)), **given)  # type: ignore[arg-type]  # its text fields
+def _read_hub(dataset: str, given: dict[str, Any], order: Sequence[str]) -> Iterator[Document]:
+    if order is _TRAINING_SPLITS:
+        given = {"split": None, **given}  # not the split that an alias is evaluated on
+    source = replace(ALIASES.get(dataset, HubSource(dataset)), **given)
     name = dataset_id(dataset, revision=given.get("revision"))
     if source.json_lines is not None and source.config_name is not None:
         raise DataError(f"{name!r} has no configurations: leave {source.config_name!r} out")
@@ -304,11 +325,11 @@ def _read_hub(dataset: str, given: dict[str, str]) -> Iterator[Document]:
         near = None if "/" in dataset or dataset in ALIASES else nearest(dataset, ALIASES)
         hint = f"; did you mean {near!r}?" if near else ""
         raise DataError(f"can't load {name!r}: {explain(error)}{hint}") from error
-    chosen = source.split or next((split for split in _SPLITS if split in splits), None)
+    chosen = source.split or next((split for split in order if split in splits), None)
     if chosen not in splits:
         near = nearest(chosen or "", splits)
         hint = f": did you mean {near!r}?" if near else ": give one of them as split"
-        raise DataError(f"{name!r} has the splits {', '.join(splits)}, not {chosen or ' or '.join(_SPLITS)}{hint}")
+        raise DataError(f"{name!r} has the splits {', '.join(splits)}, not {chosen or ' or '.join(order)}{hint}")
     return _hub_documents(splits[chosen], source, f"{source.hub_id}:{chosen}")
 
 

@@ -514,7 +514,7 @@ def test_a_killed_run_goes_on_to_the_same_result(tmp_path: Path, stop_at: int) -
     run.begin({"a": 1})
     with pytest.raises(KeyboardInterrupt):
         evaluate(model, evaluator="tiny", run=run, progress=stop)
-    run._lock.release()  # as the end of a process does
+    run.close()  # as the end of a process does
     resumed = Run(tmp_path / "run", resume=True)
     resumed.begin({"a": 1})
     result = evaluate(model, evaluator="tiny", run=resumed, progress=lambda done, total: calls.append(done))

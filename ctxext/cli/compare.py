@@ -98,9 +98,9 @@ def _compare(configuration: Config, wanted: options.Results) -> None:
 
     from ctxext.errors import ConfigError
     from ctxext.evaluation.compare import compare, summary
-    from ctxext.evaluation.runs import is_main_process
     from ctxext.evaluation.tasks import prepare
     from ctxext.inspection import inspect
+    from ctxext.processes import is_main_process
     from ctxext.reporting import comparison_table
 
     section = configuration.compare

@@ -326,8 +326,9 @@ def _evaluate(task: str, configuration: Config, wanted: options.Results) -> Any:
     """The result, in the process that prints; None in the others of several processes."""
     # Everything is imported before the run: a broken installation must not show after it.
     from ctxext.evaluation import metrics  # noqa: F401
-    from ctxext.evaluation.runs import Run, is_main_process
+    from ctxext.evaluation.runs import Run
     from ctxext.evaluation.tasks import measure, prepare
+    from ctxext.processes import is_main_process
 
     prepared = prepare(task, configuration)
     run = None if wanted.dry_run else Run(wanted.output, resume=wanted.resume, overwrite=wanted.overwrite)

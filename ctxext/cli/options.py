@@ -113,8 +113,8 @@ def configure(config: Path | None, settings: list[str] | None, **sections: dict[
 
 def load(configuration: Config) -> tuple[Any, Any]:
     """Model and tokenizer as configured, patched."""
-    from ctxext.evaluation.runs import local_device
     from ctxext.models import load_model
+    from ctxext.processes import local_device
 
     settings = configuration.model
     assert settings is not None  # configure() has checked
@@ -143,7 +143,7 @@ def progress_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
         TimeRemainingColumn,
     )
 
-    from ctxext.evaluation.runs import is_main_process
+    from ctxext.processes import is_main_process
 
     columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console, hidden = Console(stderr=True), not is_main_process()

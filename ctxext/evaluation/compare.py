@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from ctxext.errors import ConfigError, CtxextError, PatchError
 from ctxext.evaluation.positions import curve, default_edges
 from ctxext.evaluation.records import TokenLosses, within
-from ctxext.evaluation.runs import FolderError, Run
+from ctxext.evaluation.runs import Run
 from ctxext.evaluation.statistics import clustered_mean, holm, paired_proportions
 from ctxext.evaluation.tasks import Prepared, Progress, measure
+from ctxext.folder import FolderError
 from ctxext.inspection import inspect
 from ctxext.patching import active_patch, patch, unwrap
 

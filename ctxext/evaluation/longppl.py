@@ -29,11 +29,12 @@ from ctxext.evaluation.keysets import (
 )
 from ctxext.evaluation.perplexity import PerplexityResult, evaluate_perplexity
 from ctxext.evaluation.records import TokenLosses, summarise
-from ctxext.evaluation.runs import KEYS, Run, is_main_process
+from ctxext.evaluation.runs import KEYS, Run
 from ctxext.evaluation.scoring import bare_model, require_whole
 from ctxext.evaluation.statistics import Estimate, clustered_mean, exponential
 from ctxext.models import model_id
 from ctxext.patching import active_patch
+from ctxext.processes import is_main_process
 
 VERSION = 1
 """Raised when the numbers change for the same text."""

@@ -10,22 +10,20 @@ import base64
 import io
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from ctxext.errors import ConfigError, CtxextError
 from ctxext.evaluation.files import plain, write_bytes, write_json
+from ctxext.folder import SETTINGS, RunFolder, read_json
+from ctxext.processes import is_main_process, process_count, process_index, wait_for_everyone
 
-SETTINGS, RECORDS, LOSSES, RESULTS, LOCK = "run.json", "records.jsonl", "losses.npy", "results.json", ".lock"
+RECORDS, LOSSES, RESULTS = "records.jsonl", "losses.npy", "results.json"
 KEYS = "keys.json"
 """The key set of a LongPPL evaluation, see keysets.py."""
 _WRITTEN = (RESULTS, RECORDS, LOSSES, "config.yaml", KEYS, "parts-0.jsonl", SETTINGS)
@@ -33,10 +31,6 @@ _UNFINISHED = tuple(f".{name}.????????.tmp" for name in _WRITTEN)
 """What a killed process may leave of a file that it was about to write (files.py)."""
 
 Item = TypeVar("Item")
-
-
-class FolderError(ConfigError):
-    """A run's folder can't be used as asked."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +66,18 @@ class Run:
     ) -> None:
         """Raise ConfigError for a folder that can't be written, holds other files, or a run (without ``resume``)."""
         self.folder = None if folder is None else Path(folder)
-        self._resume, self._overwrite = resume, overwrite
         self._parts: dict[str, Part] = {}
         self._own: set[str] = set()
         self._reused = 0
         self._file: Any = None
-        self._lock: FileLock | None = None
+        self._claim: RunFolder | None = None
         if self.folder is None:
             if resume or overwrite:
                 raise ConfigError("--resume and --overwrite are about a run's folder: give one with --output")
         elif is_main_process():
-            _check_folder(self.folder, resume=resume, overwrite=overwrite)
+            self._claim = RunFolder(
+                self.folder, resume=resume, overwrite=overwrite, begun=_has_parts, clear=_clear, unfinished=_UNFINISHED
+            )
 
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Start, or go on with what a run with the same ``settings`` has done.
@@ -92,15 +87,9 @@ class Run:
         """
         if self.folder is None:
             return
-        if is_main_process():
-            self._lock = FileLock(self.folder / LOCK, timeout=0)
-            try:
-                self._lock.acquire()
-            except Timeout:
-                raise FolderError(f"--output {self.folder}: another process is at work on this run") from None
-            if self._overwrite or not _has_parts(self.folder):
-                _clear(self.folder)
-            self._prepare(plain(settings))
+        if self._claim is not None:
+            self._claim.begin(settings)
+            self._join_parts()
         wait_for_everyone()
         self._parts = _stored_parts(self.folder)
         self._reused = sum(1 for part in self._parts.values() if not part.failed)
@@ -164,9 +153,8 @@ class Run:
         """Let go of the folder, where what is done stays; ``finish`` has done so."""
         if self._file is not None:
             self._file.close()
-        if self.folder is not None and self._lock is not None and self._lock.is_locked:
-            self._lock.release()
-            (self.folder / LOCK).unlink(missing_ok=True)
+        if self._claim is not None:
+            self._claim.close()
 
     def _write(self, record: Mapping[str, Any], ordered: Sequence[str]) -> None:
         assert self.folder is not None  # finish() has checked
@@ -189,19 +177,8 @@ class Run:
             for file in self.folder.glob(pattern):
                 file.unlink()
 
-    def _prepare(self, settings: dict[str, Any]) -> None:
+    def _join_parts(self) -> None:
         assert self.folder is not None  # begin() has checked
-        path = self.folder / SETTINGS
-        if path.exists():
-            there = _read_json(path)
-            if (difference := _difference(there, settings)) is not None:
-                key, old, new = difference
-                raise FolderError(
-                    f"--output {self.folder}: holds a run with {key} {old!r}, this one has {new!r}; "
-                    "give another folder, or --overwrite"
-                )
-        else:
-            write_json(settings, path)
         # One file, without the line that a killed process may have left unfinished.
         parts = _stored_parts(self.folder)
         write_bytes("".join(_line(id_, part) for id_, part in parts.items()).encode(), self.folder / "parts-0.jsonl")
@@ -244,65 +221,7 @@ def read_run(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, 
         unfinished = (folder / SETTINGS).is_file()
         hint = "the run there isn't finished: go on with --resume" if unfinished else "no run is there"
         raise ConfigError(f"{folder}: {hint}")
-    return _read_json(folder / RESULTS), _stored_parts(folder)
-
-
-def process_count() -> int:
-    """How many processes share the work: one, unless a launcher started more."""
-    return int(_state().num_processes) if _launched() else 1
-
-
-def process_index() -> int:
-    """The number of this process among them."""
-    return int(_state().process_index) if _launched() else 0
-
-
-def is_main_process() -> bool:
-    """Whether this process prints and writes results."""
-    return process_index() == 0
-
-
-def wait_for_everyone() -> None:
-    """Wait until every process is here."""
-    if _launched():
-        _state().wait_for_everyone()
-
-
-def local_device() -> torch.device | None:
-    """The accelerator that the launcher gave to this process; None for a process on its own."""
-    return _state().device if _launched() else None
-
-
-def _launched() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def _state() -> Any:
-    from accelerate import PartialState
-    from accelerate.utils import parse_flag_from_env
-
-    # A singleton, which starts torch's process group when first made. Where there are only CPUs it must be told, or it
-    # takes each process for a single one; and who is done would by default wait ten minutes for the others.
-    only_cpus = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    return PartialState(cpu=only_cpus, timeout=timedelta(days=30))
-
-
-def _check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    if resume and overwrite:
-        raise ConfigError("--resume goes on with a run, --overwrite throws it away: give one of them")
-    if folder.exists() and not folder.is_dir():
-        raise FolderError(f"--output {folder}: this is a file; give the name of a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        names = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
-        names = [name for name in names if not any(map(Path(name).match, _UNFINISHED))]
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise FolderError(f"--output {folder}: can't be written: {error.strerror}") from None
-    if names and SETTINGS not in names:
-        raise FolderError(f"--output {folder}: holds other files ({names[0]}, ...): give an empty folder or a new name")
-    if not resume and not overwrite and _has_parts(folder):
-        raise FolderError(f"--output {folder}: holds a run: go on with --resume, or start again with --overwrite")
+    return read_json(folder / RESULTS), _stored_parts(folder)
 
 
 def _has_parts(folder: Path) -> bool:
@@ -357,22 +276,3 @@ def _line(id_: str, part: Part) -> str:
     if part.losses is not None:
         line["losses"] = base64.b64encode(part.losses.astype("<f4").tobytes()).decode()
     return json.dumps(line, allow_nan=False) + "\n"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: can't be read: {error}") from None
-    return value
-
-
-def _difference(there: Any, here: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """The first setting that differs, as (dotted name, there, here)."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in [*here, *(key for key in there if key not in here)]:
-            found = _difference(there.get(key), here.get(key), f"{path}.{key}" if path else key)
-            if found is not None:
-                return found
-        return None
-    return None if there == here else (path, there, here)

@@ -180,10 +180,11 @@ def evaluating(model: Any) -> Iterator[Cost]:
         for module in training:
             module.training = True
         cost.wall_seconds = time.perf_counter() - started
-        cost.peak_memory_bytes = _peak_memory(device)
+        cost.peak_memory_bytes = peak_memory(device)
 
 
-def _peak_memory(device: torch.device) -> int | None:
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes: on CUDA the peak of what torch allocated, elsewhere the process's peak resident size so far, or None."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
