@@ -28,7 +28,8 @@ from ctxext.processes import is_main_process, wait_for_everyone
 
 LOG, PROGRESS, WEIGHTS = "log.jsonl", "progress.json", "trained.safetensors"
 RESULTS = ("model", "adapter")
-_SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+"""Where each process holds a part of the weights only."""
 
 
 class Checkpoints:
@@ -78,7 +79,7 @@ class Checkpoints:
 
         From here on the accelerator saves only what is trained.
         """
-        if accelerator.distributed_type not in _SHARDED:
+        if accelerator.distributed_type not in SHARDED:
             accelerator.register_save_state_pre_hook(_save_trained)
             accelerator.register_load_state_pre_hook(_load_trained)
         last = self.last()

@@ -309,6 +309,42 @@ def _compared_passkeys(entries: Sequence[Mapping[str, Any]], trained: int, path:
     _save(figure, path)
 
 
+def plot_training(log: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
+    """Loss of each step, and the perplexities that were measured on the way, from the lines of a fine-tune's log."""
+    evaluations = [entry for entry in log if "evaluation" in entry]
+    steps = [entry for entry in log if "loss" in entry]
+    figure, axes = _figure(columns=2 if evaluations else 1)
+    left, right = axes if evaluations else (axes, None)
+    left.plot([entry["step"] for entry in steps], [entry["loss"] for entry in steps], color="C0")
+    left.set(xlabel="step", ylabel="loss of the training text (nats per token)", title="Training")
+    if right is not None:
+        for i, row in enumerate(evaluations[0]["evaluation"]):
+            values = [entry["evaluation"][i]["perplexity"] for entry in evaluations]
+            right.plot([entry["step"] for entry in evaluations], values, **_style(i), label=f"{row['length']:,} tokens")
+        right.set(xlabel="step", ylabel="perplexity", title="Held-out text", yscale="log")
+        right.legend(frameon=False)
+    _save(figure, path)
+
+
+def plot_finetunes(logs: Mapping[str, Sequence[Mapping[str, Any]]], trained: int, path: str | os.PathLike[str]) -> None:
+    """Perplexity by length before (dashed) and after training, for each log of a fine-tune by its title."""
+    figure, axes = _figure()
+    for i, (title, log) in enumerate(logs.items()):
+        evaluations = [entry for entry in log if "evaluation" in entry]
+        for entry, line in ((evaluations[0], "--"), (evaluations[-1], "-")):
+            rows = entry["evaluation"]
+            label = f"{title}, {entry['step']} steps" if entry["step"] else f"{title}, untrained"
+            axes.plot(
+                [row["length"] for row in rows], [row["perplexity"] for row in rows], line, marker="o", label=label,
+                **_style(i),
+            )  # fmt: skip
+    axes.set(xlabel="length in tokens", ylabel="perplexity of held-out text", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    _by_length(axes, trained)
+    _save(figure, path)
+
+
 def _style(i: int) -> dict[str, Any]:
     return {"color": f"C{i % 10}"}
 

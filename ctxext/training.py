@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,14 +19,14 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, set_seed
 from torch import Tensor, nn
 
-from ctxext.adapters import add_lora
 from ctxext.blocks import Block, Blocks, Packing
-from ctxext.checkpoints import Checkpoints
+from ctxext.checkpoints import SHARDED, Checkpoints
 from ctxext.config import FinetuneSection
 from ctxext.data import Document
 from ctxext.errors import ConfigError, CtxextError
 from ctxext.evaluation.scoring import bare_model, check_head, peak_memory
 from ctxext.inspection import inspect
+from ctxext.lora import add_lora
 from ctxext.loss import summed_loss
 from ctxext.processes import only_cpus
 
@@ -132,6 +131,7 @@ class Finetune:
         check_head(model)
         set_seed(settings.seed)
         self.accelerator = _accelerator(settings)
+        self.processes = int(self.accelerator.num_processes)
         self.model = _trainable(model, settings)
         self.length = settings.sequence_length or self.target
         packing = Packing(self.length, settings.pack, settings.positions, self.target, settings.seed)
@@ -154,7 +154,7 @@ class Finetune:
     def global_batch(self) -> int:
         """Blocks of one optimiser step, over all processes."""
         settings = self.settings
-        return settings.batch_size * settings.gradient_accumulation_steps * int(self.accelerator.num_processes)
+        return settings.batch_size * settings.gradient_accumulation_steps * self.processes
 
     def plan(self) -> Plan:
         """What will be done, from the settings and the first blocks of the data."""
@@ -176,7 +176,7 @@ class Finetune:
             notes.append(f"blocks show relative positions up to {reach:,}; the target is {self.target:,}")
         return Plan(
             steps=self.settings.steps,
-            processes=self.accelerator.num_processes,
+            processes=self.processes,
             global_batch=self.global_batch,
             tokens=self.settings.steps * self.global_batch * self.length,
             trained=self.trained,
@@ -195,8 +195,8 @@ class Finetune:
                 stays usable.
         """
         report = report or (lambda entry: None)
-        self._begin()
         self._check_blocks()
+        self._begin()
         if self.step == 0:
             self._measure(report)
         while self.step < self.settings.steps:
@@ -206,7 +206,13 @@ class Finetune:
                 self._measure(report)
             if last or self.step % self.settings.save_every == 0:
                 self._save()
-        self.accelerator.end_training()
+
+    def full_weights(self) -> dict[str, Tensor] | None:
+        """All weights of the model where wrappers spread them over the processes (in the main one); None elsewhere."""
+        if self.accelerator.distributed_type not in SHARDED:
+            return None
+        state: dict[str, Tensor] = self.accelerator.get_state_dict(self.root)
+        return {name.removeprefix("model."): value for name, value in state.items()}
 
     def _begin(self) -> None:
         """Start, or go on from the last checkpoint."""
@@ -225,7 +231,7 @@ class Finetune:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # accelerate divides by the steps that it accumulates, and the mean over processes is taken of gradients.
-        scale = self.settings.gradient_accumulation_steps * self.accelerator.num_processes / targets
+        scale = self.settings.gradient_accumulation_steps * self.processes / targets
         total, mean, norm = torch.zeros((), device=self.accelerator.device), math.nan, math.nan
         self.root.train()
         for batch in self._own_batches(blocks):
@@ -256,7 +262,7 @@ class Finetune:
 
     def _own_batches(self, blocks: list[Block]) -> Iterator[dict[str, Tensor | None]]:
         """This process's share of a step's blocks, as many batches as are accumulated."""
-        size, processes = self.settings.batch_size, self.accelerator.num_processes
+        size, processes = self.settings.batch_size, self.processes
         first = self.accelerator.process_index * size
         for start in range(first, len(blocks), size * processes):
             yield self._batch(blocks[start : start + size])
@@ -307,6 +313,7 @@ class Finetune:
 
     def _check_blocks(self) -> None:
         """Prove on the live model that packed documents don't see each other, and that a gap hides nothing."""
+        self.root.eval()
         seen = float(self.root(_reach, self.settings.positions == "pose", self.settings.batch_size))
         hidden = self.settings.pack == "documents" and self.settings.positions == "consecutive"
         if hidden and seen > 0.01:
@@ -381,7 +388,9 @@ def _accelerator(settings: FinetuneSection) -> Accelerator:
 def _trainable(model: Any, settings: FinetuneSection) -> Any:
     """The model in training form: adapters on, what is trained in fp32, memory saved where asked."""
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Transformers renamed it during 5.x.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     if settings.lora is not None:
         model = add_lora(model, settings.lora)
     for parameter in model.parameters():
@@ -401,8 +410,3 @@ def own_state() -> Iterator[None]:
         if not theirs:
             AcceleratorState._reset_state()
             GradientState._reset_state()
-
-
-def output_folder(folder: Path, settings: FinetuneSection) -> Path:
-    """Where the result of a fine-tune stands within its folder."""
-    return folder / ("adapter" if settings.lora is not None and not settings.lora.merge else "model")

@@ -52,7 +52,7 @@ def result_record(
         "configuration": configuration,
         "counts": result.counts,
         "provenance": {
-            **_versions(),
+            **versions(),
             "platform": platform.platform(),
             "device": _device_name(model),
             "model": model_id,
@@ -110,7 +110,7 @@ def run_settings(
         "weights": weights_fingerprint(model),
         "patch": None if patch is None else patch.get("fingerprint"),
         "versions": {
-            name: version for name, version in _versions().items() if name in ("ctxext", "torch", "transformers")
+            name: version for name, version in versions().items() if name in ("ctxext", "torch", "transformers")
         },
     }
 
@@ -133,14 +133,15 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(definition.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {}
+def versions() -> dict[str, str | None]:
+    """Versions of the packages that a result may depend on, and of Python."""
+    found: dict[str, str | None] = {}
     for name in ("ctxext", "torch", "transformers", "datasets"):
         try:
-            versions[name] = metadata.version(name)
+            found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:  # run from a source tree that isn't installed
-            versions[name] = None
-    return {**versions, "python": platform.python_version()}
+            found[name] = None
+    return {**found, "python": platform.python_version()}
 
 
 def _device_name(model: Any) -> str:

@@ -62,9 +62,18 @@ class Run:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str] | None = None, *, resume: bool = False, overwrite: bool = False
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        shared: bool = True,
     ) -> None:
-        """Raise ConfigError for a folder that can't be written, holds other files, or a run (without ``resume``)."""
+        """Raise ConfigError for a folder that can't be written, holds other files, or a run (without ``resume``).
+
+        Without ``shared`` every process does all parts, as a model needs whose weights are spread over the processes.
+        """
+        self._shared = shared
         self.folder = None if folder is None else Path(folder)
         self._parts: dict[str, Part] = {}
         self._own: set[str] = set()
@@ -119,7 +128,7 @@ class Run:
         left = [batch for batch in batches if not all(self.done(id_of(item)) for item in batch)]
         if left and self.folder is not None and is_main_process():
             (self.folder / RESULTS).unlink(missing_ok=True)  # this run, now asked for more, is not finished
-        return left[process_index() :: process_count()]
+        return left[process_index() :: process_count()] if self._shared else left
 
     def add(self, id_: str, facts: Mapping[str, Any], losses: Any = None) -> None:
         """Keep a part, on disk before anything else happens."""
@@ -132,7 +141,7 @@ class Run:
 
     def collect(self) -> dict[str, Part]:
         """The parts of all processes by id."""
-        if process_count() > 1:
+        if process_count() > 1 and self._shared:
             from accelerate.utils import gather_object
 
             own = [(id_, self._parts[id_]) for id_ in sorted(self._own)]

@@ -108,8 +108,9 @@ def measure(
     return record, result
 
 
-def _perplexity(section: PerplexitySection) -> Prepared:
-    arguments: dict[str, Any] = {
+def perplexity_arguments(section: PerplexitySection) -> dict[str, Any]:
+    """The section as ``perplexity.check_arguments`` and ``evaluate_perplexity`` take it."""
+    return {
         "protocol": section.protocol,
         "lengths": section.length,
         "windows": section.window,
@@ -120,6 +121,10 @@ def _perplexity(section: PerplexitySection) -> Prepared:
         "min_tokens": section.min_tokens,
         "batch_size": section.batch_size,
     }
+
+
+def _perplexity(section: PerplexitySection) -> Prepared:
+    arguments = perplexity_arguments(section)
     perplexity.check_arguments(**arguments)
     documents = _Documents(section)
 

@@ -1,0 +1,226 @@
+"""``ctxext finetune``: from a file to a model that loads, through kills, in one process or two, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ctxext
+import tiny
+from command_line import Run
+from ctxext.checkpoints import read_log
+from ctxext.patching import active_patch
+from finetunes import SETTINGS, TEXTS, losses
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+HELD_OUT = "What is measured is never what was trained on. " * 20
+
+
+@pytest.fixture
+def config(checkpoint: Path, tmp_path: Path) -> Path:
+    """A file of a small fine-tune, with its texts beside it."""
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (tmp_path / "held-out.jsonl").write_text(json.dumps({"text": HELD_OUT}) + "\n")
+    values = {
+        "model": {"name": str(checkpoint), "dtype": "float32"},
+        "method": {"name": "yarn", "factor": 4},
+        "finetune": {**SETTINGS, "dataset": str(tmp_path / "train.jsonl")},
+        "perplexity": {"dataset": str(tmp_path / "held-out.jsonl"), "length": [64, 256]},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def perplexities(log: list[dict[str, Any]]) -> list[list[float]]:
+    return [[row["nll"] for row in entry["evaluation"]] for entry in log if "evaluation" in entry]
+
+
+def test_the_result_loads_without_ctxext_and_reads_as_it_was_measured(run: Run, config: Path, tmp_path: Path) -> None:
+    ran = run("finetune", "-c", config, "-o", tmp_path / "run")
+    assert ran.status == 0
+    log = read_log(tmp_path / "run")
+    assert perplexities(log)[-1][1] < perplexities(log)[0][1] - 1
+    code = (
+        "import sys, torch\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "ids = AutoTokenizer.from_pretrained(sys.argv[1])(sys.argv[2], return_tensors='pt').input_ids[:, :256]\n"
+        "print(float(model(ids, labels=ids).loss), 'ctxext' in sys.modules)\n"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path / "run" / "model"), HELD_OUT]
+    loss, loaded = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.split()
+    assert loaded == "False"
+    assert float(loss) == pytest.approx(perplexities(log)[-1][1], abs=1e-4)
+
+
+def test_the_screen_says_what_is_done(run: Run, config: Path, tmp_path: Path) -> None:
+    ran = run("finetune", "-c", config, "-o", tmp_path / "run")
+    assert "6 steps of 2 blocks (2 in each of 1 process), 1,152 tokens" in ran.out
+    assert "trained to 64 tokens, target 256" in ran.out
+    assert "% of the scored tokens stand beyond the trained length" in ran.out
+    assert f"wrote {tmp_path / 'run' / 'model'}" in ran.out.replace("\n", "")
+    assert "warning: blocks show relative positions up to 96; the target is 256" in ran.err
+    assert (tmp_path / "run" / "training.png").stat().st_size > 10_000
+
+
+def test_the_model_card_tells_method_data_settings_and_command(run: Run, config: Path, tmp_path: Path) -> None:
+    run("finetune", "-c", config, "-o", tmp_path / "run")
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    for part in ("yarn", "local:train.jsonl", "6 steps of 2 blocks of 96 tokens", "learning_rate: 0.001", "ctxext"):
+        assert part in card
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("method", ["yarn", "dca"])
+def test_adapters_and_merged_models_read_as_they_were_measured(
+    run: Run, config: Path, tmp_path: Path, method: str, merge: bool
+) -> None:
+    lora = f"finetune.lora={{rank: 4, trainable: [norm, embed], merge: {str(merge).lower()}}}"
+    ran = run("finetune", "-c", config, "-o", tmp_path / "run", "-s", lora, "-s", f"method.name={method}")
+    assert ran.status == 0
+    folder = tmp_path / "run" / ("model" if merge else "adapter")
+    model, tokenizer = ctxext.load_model(str(folder), device="cpu")
+    patch = active_patch(model)
+    assert (patch is not None) is (not merge or method == "dca")  # a static method is part of a merged checkpoint
+    ids = tokenizer(HELD_OUT, return_tensors="pt").input_ids[:, :256]
+    with torch.no_grad():
+        loss = float(model(ids, labels=ids).loss)
+    assert loss == pytest.approx(perplexities(read_log(tmp_path / "run"))[-1][1], abs=1e-4)
+
+
+def test_a_finished_run_that_is_resumed_with_more_steps_goes_on(run: Run, config: Path, tmp_path: Path) -> None:
+    run("finetune", "-c", config, "-o", tmp_path / "whole", "--steps", "8")
+    run("finetune", "-c", config, "-o", tmp_path / "run", "--steps", "5")
+    ran = run("finetune", "-c", config, "-o", tmp_path / "run", "--steps", "8", "--resume")
+    assert ran.status == 0
+    assert losses(read_log(tmp_path / "run")) == losses(read_log(tmp_path / "whole"))
+
+
+def test_a_dry_run_writes_nothing(run: Run, config: Path, tmp_path: Path) -> None:
+    ran = run("finetune", "-c", config, "-o", tmp_path / "run", "--dry-run")
+    assert ran.status == 0
+    assert "6 steps of 2 blocks" in ran.out
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"run.json"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sequence-length", 300], "sequence_length 300 is beyond the 256 tokens that the model is extended to"),
+        (["-s", "method.max_position_embeddings=300"], "factor 4 times the trained length 64 is 256, not"),
+        (["-s", "finetune.positions=pose", "--sequence-length", "250"], "no document has 250 tokens"),
+        (["--dataset", "nowhere.jsonl"], "'nowhere.jsonl' not found"),
+        (["-s", "finetune.learning_rat=1"], "finetune.learning_rat: unknown key"),
+        (["-s", "finetune.lora={rank: 0}"], "finetune.lora.rank: expected"),
+        (["-s", "finetune.steps=0"], "finetune.steps: expected"),
+        (["-s", "perplexity=null", "-s", "finetune.evaluate_every=2"], "evaluate_every: nothing to evaluate"),
+        (["-s", "finetune.dataset=null"], "no data; give --dataset"),
+        (["-s", "finetune.trackers=nothing"], "nothing"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    run: Run, config: Path, tmp_path: Path, arguments: list[object], message: str
+) -> None:
+    ran = run("finetune", "-c", config, "-o", tmp_path / "run", *arguments)
+    assert ran.status == 2
+    assert message in ran.err
+    lines = [line for line in ran.err.splitlines() if line.startswith("ctxext:")]
+    assert len(lines) == 1
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_without_a_folder_nothing_is_trained(run: Run, config: Path) -> None:
+    ran = run("finetune", "-c", config)
+    assert ran.status == 2
+    assert "give --output" in ran.err
+
+
+def test_training_on_what_is_evaluated_is_an_error(run: Run, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "both.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, HELD_OUT]))
+    ran = run("finetune", "-c", config, "-o", tmp_path / "run", "--dataset", tmp_path / "both.jsonl")
+    assert ran.status == 2
+    assert "'both.jsonl:13' is a document of the training data and of the evaluation data" in ran.err
+
+
+def test_the_folder_of_another_run_is_left_as_it_was(run: Run, config: Path, tmp_path: Path) -> None:
+    run("finetune", "-c", config, "-o", tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for arguments, message in (
+        ([], "holds a run: go on with --resume, or start again with --overwrite"),
+        (["--resume", "-s", "finetune.learning_rate=1"], "holds a run with finetune.learning_rate 0.001, this one has"),
+        (["--resume", "-s", "method.factor=8"], "holds a run with method.factor 4.0, this one has 8.0"),
+    ):
+        ran = run("finetune", "-c", config, "-o", tmp_path / "run", *arguments)
+        assert (ran.status, message in ran.err) == (2, True)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+
+def launch(arguments: list[object], environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+    )
+
+
+def test_two_processes_train_as_one(run: Run, config: Path, tmp_path: Path) -> None:
+    run("finetune", "-c", config, "-o", tmp_path / "one")
+    arguments = ["accelerate.commands.launch", "--config_file", CONFIGS / "accelerate" / "cpu-2proc.yaml"]
+    arguments += ["-m", "ctxext", "finetune", "-c", config, "-o", tmp_path / "two"]
+    process = launch([*arguments, "-s", "finetune.gradient_accumulation_steps=1"])
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "6 steps of 2 blocks (1 in each of 2 processes)" in output
+    one, two = (read_log(tmp_path / name) for name in ("one", "two"))
+    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
+    assert perplexities(two)[0] == perplexities(one)[0]  # of the same weights: equal to the bit
+    assert perplexities(two)[-1] == pytest.approx(perplexities(one)[-1], abs=1e-4)
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("one", "two")]
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert tiny.difference(a, b) < 1e-4
+
+
+@pytest.mark.slow
+def test_killed_at_ten_random_moments_it_ends_with_the_same_weights(run: Run, config: Path, tmp_path: Path) -> None:
+    changes = ["-s", "finetune.save_every=1", "--steps", "12", "-s", "perplexity=null"]
+    run("finetune", "-c", config, "-o", tmp_path / "whole", *changes)
+    draw, kills = random.Random(0), 0
+    arguments = ["ctxext", "finetune", "-c", config, "-o", tmp_path / "run", "--resume", *changes]
+    while True:
+        process = launch(arguments)
+        started = time.monotonic()
+        moment = draw.uniform(4, 14)
+        while process.poll() is None and not (kills < 10 and time.monotonic() - started > moment):
+            time.sleep(0.01)
+        if process.poll() is not None:
+            assert process.returncode == 0, process.communicate()[0]
+            if kills >= 10:
+                break
+            (tmp_path / "run").rename(
+                tmp_path / f"early-{kills}"
+            )  # it was done before ten kills: once more from the start
+            continue
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        kills += 1
+    assert losses(read_log(tmp_path / "run")) == losses(read_log(tmp_path / "whole"))
+    whole, resumed = (AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("whole", "run"))
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
