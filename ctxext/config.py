@@ -46,13 +46,14 @@ class Section(BaseModel):
 class ModelSection(Section):
     """Which checkpoint, and how to load it."""
 
-    name: str = Field(description="Hub id, folder, .gguf file, or builtin:smollm2-135m.")
+    name: str = Field(description="Hub id, folder of a model or an adapter, .gguf file, or builtin:smollm2-135m.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
     attn_implementation: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
     replace_scaling: bool = Field(False, description="Start from the unscaled base of a checkpoint that is scaled.")
+    base: str | None = Field(None, description="The base model of an adapter, if it is not where the adapter says.")
 
 
 class _TextSection(Section):

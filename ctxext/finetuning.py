@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from ctxext.adapters import save_adapter
 from ctxext.checkpoints import SHARDED, Checkpoints
 from ctxext.config import Config
@@ -88,6 +90,10 @@ def finetune(
 
             job = Finetune(model, tokenizer, read, settings, checkpoints, evaluate if prepared is not None else None)
             sharded = job.accelerator.distributed_type in SHARDED
+            if sharded and settings.lora is not None and settings.lora.merge:
+                raise ConfigError(
+                    "lora.merge: the weights are spread over the processes; leave it out, and merge with ctxext export"
+                )
             plan = job.plan()
             if announce is not None:
                 announce(plan)
@@ -172,12 +178,15 @@ def _write_result(
     source, settings = configuration.model, configuration.finetune
     assert source is not None  # checked before
     assert settings.dataset is not None
-    if folder.name == "adapter":
-        save_adapter(job.model, folder, base=source.name, overwrite=True)
-        return
+    recipe = {key: value for key, value in settings.model_dump(mode="json").items() if value is not None}
+    recipe["dataset"] = dataset_id(settings.dataset, revision=settings.dataset_revision)
     notes = [
         f"Fine-tuned for {plan.steps:,} steps of {plan.global_batch} blocks of {job.length:,} tokens on "
-        f"{dataset_id(settings.dataset, revision=settings.dataset_revision)}; settings in training.yaml."
+        f"{recipe['dataset']}, {100 * plan.beyond:.0f} % of them beyond the trained length:",
+        "```yaml\n" + yaml.safe_dump({"finetune": recipe}, sort_keys=False).strip() + "\n```",
     ]
     card = model_card(job.model, source.name, notes=notes, command=command)
-    write_checkpoint(job.model, tokenizer, folder, overwrite=True, card=card, state=state)
+    if folder.name == "adapter":
+        save_adapter(job.model, folder, base=source.name, overwrite=True, state=state, card=card)
+    else:
+        write_checkpoint(job.model, tokenizer, folder, overwrite=True, card=card, state=state)

@@ -122,7 +122,7 @@ class Inspection:
             ("dimensions", self._summary()),
         ]
 
-    def _far(self) -> tuple[tuple[float, ...], float]:
+    def farthest(self) -> tuple[tuple[float, ...], float]:
         """Frequencies and attention factor for the last token of the target length."""
         if self.partition is None:
             return self.inv_freq, self.attention_factor
@@ -131,16 +131,16 @@ class Inspection:
         return tuple(inv_freq[0].tolist()), self.attention_factor * float(gain[0]) ** 0.5
 
     def _attention_factor(self) -> str:
-        far = self._far()[1]
+        far = self.farthest()[1]
         growth = "" if far == self.attention_factor else f", {far:.6f} at {self.max_position_embeddings:,} tokens"
         return f"{self.attention_factor:.6f}{growth}"
 
     def _ratios(self) -> list[float]:
-        return [before / after for before, after in zip(self.base_inv_freq, self._far()[0], strict=True)]
+        return [before / after for before, after in zip(self.base_inv_freq, self.farthest()[0], strict=True)]
 
     def _summary(self) -> str:
         ratios = self._ratios()
-        where = "" if self._far()[0] == self.inv_freq else f" at {self.max_position_embeddings:,} tokens"
+        where = "" if self.farthest()[0] == self.inv_freq else f" at {self.max_position_embeddings:,} tokens"
         kept = sum(abs(ratio - 1) < 1e-4 for ratio in ratios)
         if kept == len(ratios):
             return f"all {kept} frequencies unchanged"
@@ -153,7 +153,7 @@ class Inspection:
         shown = sorted({round(i * (count - 1) / (_ROWS - 1)) for i in range(_ROWS)})
         before, after = (
             wavelengths(torch.tensor(frequencies, dtype=torch.float64, device="cpu")).tolist()
-            for frequencies in (self.base_inv_freq, self._far()[0])
+            for frequencies in (self.base_inv_freq, self.farthest()[0])
         )
         lines = ["dimension   wavelength before        after   slowed by   turns in trained length"]
         for i in shown:

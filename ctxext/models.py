@@ -65,15 +65,19 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     replace_scaling: bool = False,
+    base: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, in eval mode on ``device``, and its tokenizer; extended by ``method`` if one is given.
 
     A checkpoint saved with a method that changes attention (``dca``, ``dynamic_ntk``, ``dynamic_yarn``) holds the plain
-    model and a record of the method; without ``method`` that one is put on again.
+    model and a record of the method; without ``method`` that one is put on again. An adapter folder (peft's LoRA) gives
+    its base model with the method that the adapter was trained under, inside a ``PeftModel``; another ``method`` is
+    refused.
 
     Args:
         name: ``builtin:smollm2-135m``, a ``.gguf`` file, a folder with ``config.json`` and safetensors weights, or a
-            hub id. A name that exists as a path is a path; one that looks like a path never goes to the hub.
+            hub id, or a folder with an adapter. A name that exists as a path is a path; one that looks like a path
+            never goes to the hub.
         method: what :func:`ctxext.patching.patch` takes.
         dtype: "auto" (as stored; float32 for GGUF), "float32", "bfloat16", "float16", or a torch dtype.
         device: None for cuda, else mps, else cpu, whichever is there first.
@@ -81,51 +85,139 @@ def load_model(
         revision: branch, tag or commit of a hub repository.
         trust_remote_code: run code that the checkpoint carries.
         replace_scaling: handed to ``patch``.
+        base: the base model of an adapter, if it is no longer where the adapter says.
 
     Raises:
-        ModelLoadError: the checkpoint can't be found or read, or would not be the model that it claims to be.
+        ModelLoadError: the checkpoint can't be found or read, or would not be the model that it claims to be; or an
+            adapter was trained under another method.
         PatchError, ConfigError: from ``patch``.
     """
-    torch_dtype = _torch_dtype(dtype)
-    torch_device = _torch_device(device)
     method = None if method is None else load_method(method)  # a mistake in it should not wait for the weights
-    path = _find(name)
+    options: dict[str, Any] = {
+        "dtype": _torch_dtype(dtype),
+        "device": _torch_device(device),
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+    }
+    path = find_local(name)
+    _check_origin(name, path, base, revision)
+    if path is not None and is_adapter(path):
+        from ctxext.adapters import attach, read_record
+
+        record = read_record(path, base)
+        model, tokenizer = _load_plain(record.base, revision=record.revision, **options)
+        return attach(model, path, record, method), tokenizer
+    model, tokenizer = _load_plain(name, revision=revision, **options)
+    _put_on(model, method, replace_scaling=replace_scaling)
+    return model, tokenizer
+
+
+def load_skeleton(
+    name: str,
+    method: Method | None = None,
+    *,
+    base: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    replace_scaling: bool = False,
+) -> PreTrainedModel:
+    """What ``load_model`` would load, on the meta device: the config and the method, without reading weights.
+
+    Of an adapter it is the base model with the adapter's method. Arguments and errors are those of ``load_model``.
+    """
+    path, record = find_local(name), None
+    _check_origin(name, path, base, revision)
+    if path is not None and is_adapter(path):
+        from ctxext.adapters import put_on_recorded, read_record
+
+        record = read_record(path, base)
+        name, revision = record.base, record.revision
+        path = find_local(name)
+    with _explained(name):
+        if path is not None and path.is_file():
+            config = _gguf_config(path)
+        else:
+            config = AutoConfig.from_pretrained(
+                str(path or name), revision=revision, trust_remote_code=trust_remote_code
+            )
+        with torch.device("meta"):
+            auto: Any = AutoModelForCausalLM
+            model: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code)
+    if record is not None:
+        put_on_recorded(model, record, method)
+    else:
+        _put_on(model, method, replace_scaling=replace_scaling)
+    return model
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a folder holds an adapter of the peft library instead of a model."""
+    return (path / "adapter_config.json").is_file()
+
+
+def _check_origin(name: str, path: Path | None, base: str | None, revision: str | None) -> None:
     if path is not None and revision is not None:
         raise ModelLoadError(f"revision {revision!r} has no meaning for {name!r}, which is local: leave it out")
+    if base is not None and (path is None or not is_adapter(path)):
+        raise ModelLoadError(f"base {base!r} is about adapters, and {name!r} is not a folder with one: leave it out")
+
+
+def _put_on(model: PreTrainedModel, method: Method | None, *, replace_scaling: bool) -> None:
+    method = recorded_method(model) if method is None else method
+    if method is not None:
+        from ctxext.patching import patch
+
+        patch(model, method, replace_scaling=replace_scaling)
+
+
+def _load_plain(
+    name: str,
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    attn_implementation: str | None,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The checkpoint's own model in eval mode, whatever method it records, and its tokenizer."""
+    path = find_local(name)
+    if path is not None and is_adapter(path):
+        raise ModelLoadError(f"the base {name!r} is an adapter itself: merge it with `ctxext export` first")
     options: dict[str, Any] = {"output_loading_info": True}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    if torch_device.type != "cpu":
-        options["device_map"] = {"": torch_device}
-    try:
+    if device.type != "cpu":
+        options["device_map"] = {"": device}
+    with _explained(name):
         if path is not None and path.is_file():
-            gguf_dtype = torch.float32 if torch_dtype == "auto" else torch_dtype
+            gguf_dtype = torch.float32 if dtype == "auto" else dtype
             (model, loading), tokenizer = _load_gguf(path, dtype=gguf_dtype, **options)
         else:
             origin = {"revision": revision, "trust_remote_code": trust_remote_code}
-            (model, loading), tokenizer = _load_safetensors(str(path or name), origin, dtype=torch_dtype, **options)
-    except ModelLoadError:
-        raise
-    except Exception as error:  # whatever Transformers raises here is about the checkpoint or the way to it
-        raise ModelLoadError(f"can't load {name!r}: {explain(error)}") from error
+            (model, loading), tokenizer = _load_safetensors(str(path or name), origin, dtype=dtype, **options)
     if missing := sorted(loading["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelLoadError(
             f"{name!r} lacks weights of {type(model).__name__}, which would be random ({missing[0]}{more}): give a "
             "complete checkpoint of a causal language model"
         )
-    model.eval()
-    if method is None:
-        method = _recorded_method(model)
-    if method is not None:
-        from ctxext.patching import patch
-
-        patch(model, method, replace_scaling=replace_scaling)
-    return model, tokenizer
+    model.name_or_path = name  # what it can be loaded by again; of a GGUF file Transformers keeps only the folder
+    return model.eval(), tokenizer
 
 
-def _recorded_method(model: PreTrainedModel) -> Method | None:
-    """The method that a checkpoint was saved with, if its ``rope_parameters`` alone can't express it.
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Whatever Transformers raises here is about the checkpoint or the way to it."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"can't load {name!r}: {explain(error)}") from error
+
+
+def recorded_method(model: PreTrainedModel) -> Method | None:
+    """The method that a checkpoint was saved with, if its ``rope_parameters`` alone can't express it; else None.
 
     Raises:
         ModelLoadError: it was a user's own, which can't be found by its name.
@@ -173,7 +265,7 @@ def explain(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
-def _find(name: str) -> Path | None:
+def find_local(name: str) -> Path | None:
     """The GGUF file or checkpoint folder that ``name`` stands for; None for a hub id."""
     if name.startswith("builtin:"):
         return _builtin(name)
@@ -209,6 +301,8 @@ def _builtin(name: str) -> Path:
 
 def _check_folder(path: Path, name: str) -> None:
     files = sorted(entry.name for entry in path.iterdir())
+    if is_adapter(path):
+        return
     if "config.json" not in files:
         found = ", ".join(files[:5]) + (", ..." if len(files) > 5 else "")
         raise ModelLoadError(
@@ -237,18 +331,25 @@ def _load_safetensors(source: str, origin: dict[str, Any], **options: Any) -> tu
 
 def _load_gguf(path: Path, **options: Any) -> tuple[Any, Any]:
     """Like ``from_pretrained``, with all weights dequantised: a model that can be saved and trained."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelLoadError("GGUF files need the gguf package: run `pip install gguf`")
     if hasattr(transformers, "GgufConfig"):  # releases without it always dequantise
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     folder, file = os.path.split(os.path.abspath(path))
+    config = _gguf_config(path)
     with _paused_collector():
-        config = AutoConfig.from_pretrained(folder, gguf_file=file)
-        _check_scaling_survived(path, config)
         # from_pretrained would prefer a tokenizer.json that lies beside the file. (Its constructor has no annotations.)
         tokenizer = PreTrainedTokenizerFast(name_or_path=folder, gguf_file=file)  # type: ignore[no-untyped-call]
         loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, gguf_file=file, **options)
     return loaded, tokenizer
+
+
+def _gguf_config(path: Path) -> PreTrainedConfig:
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelLoadError("GGUF files need the gguf package: run `pip install gguf`")
+    folder, file = os.path.split(os.path.abspath(path))
+    with _paused_collector():
+        config = AutoConfig.from_pretrained(folder, gguf_file=file)
+        _check_scaling_survived(path, config)
+    return config  # type: ignore[no-any-return]  # AutoConfig has no annotations
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import signal
@@ -16,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from finetunes import SETTINGS, TEXTS, losses
+from transformers import AutoModelForCausalLM
 
 import ctxext
 import tiny
 from command_line import Run
 from ctxext.checkpoints import read_log
 from ctxext.patching import active_patch
-from finetunes import SETTINGS, TEXTS, losses
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 HELD_OUT = "What is measured is never what was trained on. " * 20

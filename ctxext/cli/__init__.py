@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ctxext import __version__
-from ctxext.cli import compare, evaluate, finetune, info
+from ctxext.cli import compare, evaluate, export, finetune, info
 from ctxext.errors import CtxextError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ evaluate.app.command("compare")(compare.compare)
 app.add_typer(evaluate.app, name="eval")
 app.command("report")(compare.report)
 app.command("finetune")(finetune.finetune)
+app.command("export")(export.export)
 app.command("inspect")(info.inspect)
 app.command("methods")(info.methods)
 app.command("env")(info.env)

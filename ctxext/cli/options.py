@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Hub id, folder, .gguf file, or builtin:smollm2-135m.")
 ]
+Base = Annotated[
+    str | None, typer.Option(help="Base model of an adapter folder, if it is no longer where the adapter says.")
+]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML file; its section 'method' says how to extend.")
 ]
@@ -127,6 +130,7 @@ def load(configuration: Config) -> tuple[Any, Any]:
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
         replace_scaling=settings.replace_scaling,
+        base=settings.base,
     )
 
 

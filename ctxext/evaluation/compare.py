@@ -82,10 +82,16 @@ def compare(
         progress: called with label, task and evaluation before each; a context manager that gives a callback.
 
     Raises:
-        ConfigError: labels that can't be told apart, or another method under the label of the plain model.
+        ConfigError: labels that can't be told apart, or another method under the label of the plain model; or the
+            model has an adapter.
         PatchError: a method that changes nothing, or a plain model that isn't what it was.
     """
     _check_labels(methods)
+    if any(hasattr(module, "peft_config") for module in (model, unwrap(model))):
+        raise ConfigError(
+            "an adapter is made for the method that it was trained under, so methods can't be compared on it: evaluate "
+            "it by itself"
+        )
     if (own := active_patch(unwrap(model))) is not None:
         own.remove()
     baseline, fingerprint = _probe(model), inspect(model).fingerprint

@@ -116,8 +116,14 @@ def run_settings(
 
 
 def weights_fingerprint(model: torch.nn.Module) -> str:
-    """The sha256 of every parameter's name, shape and 64 of its values, evenly spaced: tells checkpoints apart."""
+    """The sha256 of every parameter's name, shape and 64 of its values, evenly spaced: tells checkpoints apart.
+
+    Of adapters also the factors that they are added with, which are no parameters.
+    """
     digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        if isinstance(scaling := getattr(module, "scaling", None), dict):
+            digest.update(f"{name}{sorted(scaling.items())}".encode())
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
         sample = flat[torch.arange(64, device=flat.device) * (len(flat) - 1) // 63] if len(flat) else flat

@@ -85,7 +85,7 @@ def measure(
         "model_id": model_id(settings.name),
         "revision": settings.revision,
         "tokenizer": tokenizer,
-        "method": resolved["method"],
+        "method": resolved["method"] or patch["method"],  # the latter where the checkpoint or adapter brings its own
         "patch": patch,
     }
     section = resolved[task]

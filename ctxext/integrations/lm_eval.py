@@ -276,6 +276,7 @@ def _load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     replace_scaling: bool = False,
+    base: str | None = None,
     max_length: int | None = None,
     bos: Literal["auto", "always", "never"] = "auto",
     truncate: bool = False,
@@ -293,6 +294,7 @@ def _load(
         revision=revision,
         trust_remote_code=trust_remote_code,
         replace_scaling=replace_scaling,
+        base=base,
     )
     if isinstance(batch_size, str) and batch_size.isdecimal():  # as the harness's command line hands it on
         batch_size = int(batch_size)

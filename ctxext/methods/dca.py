@@ -100,7 +100,9 @@ class DCA(Method):
         recorded = getattr(config, "dual_chunk_attention_config", None)
         if not isinstance(recorded, Mapping):
             return self
-        keys = ("chunk_size", "local_size", "original_max_position_embeddings")
+        keys = ["chunk_size", "local_size"]
+        if getattr(config, "ctxext", None) is None:  # else that record knows the trained length
+            keys.append("original_max_position_embeddings")
         given = {key: recorded[key] for key in keys if getattr(self, key) is None and recorded.get(key) is not None}
         if self.chunk_size is not None:
             given.pop("local_size", None)  # it belongs to the checkpoint's own chunk_size
