@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,7 +131,7 @@ class Finetune:
         _check(settings, self.trained, self.target)
         check_head(model)
         set_seed(settings.seed)
-        self.accelerator = _accelerator(settings)
+        self.accelerator = _accelerator(settings, checkpoints.folder)
         self.processes = int(self.accelerator.num_processes)
         self.model = _trainable(model, settings)
         self.length = settings.sequence_length or self.target
@@ -367,14 +368,25 @@ def _check(settings: FinetuneSection, trained: int, target: int) -> None:
         )
 
 
-def _accelerator(settings: FinetuneSection) -> Accelerator:
-    accelerator = Accelerator(
-        cpu=only_cpus(),
-        mixed_precision="bf16" if settings.precision == "bf16" else "no",
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
-        log_with=list(settings.trackers) or None,
-        project_dir=None,
-    )
+def _accelerator(settings: FinetuneSection, folder: Path) -> Accelerator:
+    try:
+        accelerator = Accelerator(
+            cpu=only_cpus(),
+            mixed_precision="bf16" if settings.precision == "bf16" else "no",
+            gradient_accumulation_steps=settings.gradient_accumulation_steps,
+            log_with=list(settings.trackers) or None,
+            project_dir=str(folder) if settings.trackers else None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"accelerate refuses the settings: {error}") from None
+    if len(accelerator.log_with) < len(settings.trackers):  # it leaves out what isn't installed
+        raise ConfigError(f"finetune.trackers: {', '.join(settings.trackers)}: not all of them are installed")
+    parallel = getattr(accelerator.state, "parallelism_config", None)
+    if parallel is not None and (parallel.cp_enabled or parallel.tp_enabled or getattr(parallel, "sp_enabled", False)):
+        raise ConfigError(
+            "context, sequence and tensor parallelism are not supported: the loss and the positions of each block are "
+            "computed where the whole block is; spread the weights with FSDP instead (configs/accelerate/fsdp2.yaml)"
+        )
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if plugin is not None:  # which counts and clips by itself
         plugin.deepspeed_config |= {

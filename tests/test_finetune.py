@@ -52,7 +52,7 @@ def test_the_result_loads_without_ctxext_and_reads_as_it_was_measured(run: Run, 
     ran = run("finetune", "-c", config, "-o", tmp_path / "run")
     assert ran.status == 0
     log = read_log(tmp_path / "run")
-    assert perplexities(log)[-1][1] < perplexities(log)[0][1] - 1
+    assert perplexities(log)[-1][1] < perplexities(log)[0][1] - 0.2
     code = (
         "import sys, torch\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -121,14 +121,14 @@ def test_a_dry_run_writes_nothing(run: Run, config: Path, tmp_path: Path) -> Non
     [
         (["--sequence-length", 300], "sequence_length 300 is beyond the 256 tokens that the model is extended to"),
         (["-s", "method.max_position_embeddings=300"], "factor 4 times the trained length 64 is 256, not"),
-        (["-s", "finetune.positions=pose", "--sequence-length", "250"], "no document has 250 tokens"),
         (["--dataset", "nowhere.jsonl"], "'nowhere.jsonl' not found"),
         (["-s", "finetune.learning_rat=1"], "finetune.learning_rat: unknown key"),
         (["-s", "finetune.lora={rank: 0}"], "finetune.lora.rank: expected"),
         (["-s", "finetune.steps=0"], "finetune.steps: expected"),
         (["-s", "perplexity=null", "-s", "finetune.evaluate_every=2"], "evaluate_every: nothing to evaluate"),
         (["-s", "finetune.dataset=null"], "no data; give --dataset"),
-        (["-s", "finetune.trackers=nothing"], "nothing"),
+        (["-s", "finetune.trackers=nothing"], "Unsupported logging capability: nothing"),
+        (["-s", "finetune.trackers=aim"], "finetune.trackers: aim: not all of them are installed"),
     ],
     ids=str,
 )
@@ -141,6 +141,26 @@ def test_bad_input_is_one_line_and_writes_nothing(
     lines = [line for line in ran.err.splitlines() if line.startswith("ctxext:")]
     assert len(lines) == 1
     assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            ["-s", "finetune.positions=pose", "--sequence-length", 60],
+            "no document has 60 tokens, as a block with positions",
+        ),
+        (["--sequence-length", 90], "no document among the first 12 blocks reaches beyond the trained length of 64"),
+        (["--sequence-length", 250], "the whole data set has 220 tokens, less than one block of 250"),
+    ],
+    ids=str,
+)
+def test_documents_that_are_too_short_are_an_error(
+    run: Run, config: Path, tmp_path: Path, changes: list[object], message: str
+) -> None:
+    (tmp_path / "short.jsonl").write_text((json.dumps({"text": "twenty characters..."}) + "\n") * 10)
+    ran = run("finetune", "-c", config, "-o", tmp_path / "run", "--dataset", tmp_path / "short.jsonl", *changes)
+    assert (ran.status, message in ran.err) == (2, True), ran.err
 
 
 def test_without_a_folder_nothing_is_trained(run: Run, config: Path) -> None:
@@ -195,6 +215,40 @@ def test_two_processes_train_as_one(run: Run, config: Path, tmp_path: Path) -> N
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("one", "two")]
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert tiny.difference(a, b) < 1e-4
+
+
+# accelerate shards on accelerators only; told that its two CPU processes are GPUs, it shards here too.
+SHARDED = """
+import sys
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from ctxext import processes
+from ctxext.cli import main
+processes._state()
+PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_spread_weights_train_and_resume_as_whole_ones(run: Run, config: Path, tmp_path: Path, lora: bool) -> None:
+    changes = ["-s", "finetune.lora={rank: 4, trainable: [norm]}"] if lora else []
+    run("finetune", "-c", config, "-o", tmp_path / "one", *changes)
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    launcher = ["accelerate.commands.launch", "--config_file", CONFIGS / "accelerate" / "fsdp2.yaml"]
+    launcher += ["--num_processes", 2, tmp_path / "sharded.py"]
+    command = ["finetune", "-c", config, "-o", tmp_path / "two", "-s", "finetune.gradient_accumulation_steps=1"]
+    for more in (["--steps", 4], ["--steps", 6, "--resume"]):
+        process = launch([*launcher, *command, *changes, *more])
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+    one, two = (read_log(tmp_path / name) for name in ("one", "two"))
+    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
+    assert perplexities(two)[0] == pytest.approx(perplexities(one)[0], abs=1e-5)
+    result = "adapter" if lora else "model"
+    models = [ctxext.load_model(str(tmp_path / name / result), device="cpu")[0] for name in ("one", "two")]
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert tiny.difference(a, b) < 1e-3, name
 
 
 @pytest.mark.slow
