@@ -23,6 +23,7 @@ from ctxext.evaluation.tasks import perplexity_arguments, prepare
 from ctxext.export import model_card, write_checkpoint
 from ctxext.inspection import inspect
 from ctxext.models import model_id
+from ctxext.patching import active_patch
 from ctxext.processes import process_count
 from ctxext.training import Finetune, Plan, Report, own_state
 
@@ -149,11 +150,12 @@ def _run_settings(configuration: Config, model: Any, tokenizer: PreTrainedTokeni
     settings, source = configuration.finetune, configuration.model
     assert source is not None  # checked before
     assert settings.dataset is not None
+    patch = active_patch(model)
     free = (*_FREE, "steps") if settings.schedule == "constant" else _FREE
     return {
         "model": model_id(source.name),
         "revision": source.revision,
-        "method": configuration.resolved("method")["method"],
+        "method": None if patch is None else patch.method.model_dump(mode="json", exclude_none=True),
         "finetune": {
             **{key: value for key, value in settings.model_dump(mode="json").items() if key not in free},
             "dataset": dataset_id(settings.dataset, revision=settings.dataset_revision),
