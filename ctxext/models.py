@@ -244,7 +244,7 @@ def _load_gguf(path: Path, **options: Any) -> tuple[Any, Any]:
     folder, file = os.path.split(os.path.abspath(path))
     with _paused_collector():
         config = AutoConfig.from_pretrained(folder, gguf_file=file)
-        _check_scaling_survived(path, config)
+        check_scaling_survived(path, config)
         # from_pretrained would prefer a tokenizer.json that lies beside the file. (Its constructor has no annotations.)
         tokenizer = PreTrainedTokenizerFast(name_or_path=folder, gguf_file=file)  # type: ignore[no-untyped-call]
         loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, gguf_file=file, **options)
@@ -263,7 +263,7 @@ def _paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _check_scaling_survived(path: Path, config: PreTrainedConfig) -> None:
+def check_scaling_survived(path: Path, config: PreTrainedConfig) -> None:
     """Refuse a file whose rotary scaling Transformers leaves out: the model would run, with wrong positions."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type", "default") != "default":
