@@ -23,7 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from ctxext.errors import ConfigError, CtxextError, PatchError
 
@@ -64,39 +64,47 @@ def autopatch(
     from ctxext.config import load_method
 
     method = load_method(method)
-    with tempfile.NamedTemporaryFile(prefix="ctxext-") as file:
-        record = _Record(file.name)
+    with _record() as (record, file):
         extend = functools.partial(_extend, method=method, replace_scaling=replace_scaling, record=record)
         replacement = _Replacement(PreTrainedModel, extend)
         try:
             yield
         finally:
             replacement.remove()
-        record.require_extended()
+        _require_extended(file.read())
 
 
 class _Record:
     """A file of what became of models, to which several processes may write."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
 
     def add(self, fate: Literal["extended", "left alone", "refused"], text: str) -> None:
         """Write it down, and say it on stderr; each in a single piece, so that lines of several processes don't mix."""
         print(f"ctxext: {fate}: {text}\n", end="", file=sys.stderr, flush=True)
         # When the file is gone, whoever wanted to read it has ended.
-        with contextlib.suppress(OSError), open(self._path, "ab", opener=_open_existing) as file:
+        with contextlib.suppress(OSError), open(self.path, "ab", opener=_open_existing) as file:
             file.write(json.dumps([fate, text]).encode() + b"\n")
 
-    def require_extended(self) -> None:
-        """Raises PatchError: no model was extended."""
-        found = [json.loads(line) for line in Path(self._path).read_bytes().splitlines()]
-        if not any(fate == "extended" for fate, _ in found):
-            others = "; ".join(f"{fate}: {text}" for fate, text in found) or "none came out of from_pretrained"
-            raise PatchError(
-                f"no model was extended ({others}); models that were loaded before, built from a config or unpickled "
-                "are not reached: use ctxext.patch"
-            )
+
+@contextlib.contextmanager
+def _record() -> Iterator[tuple[_Record, BinaryIO]]:
+    """A new record, and its file opened for reading, which works even when somebody has cleaned up ``/tmp``."""
+    with tempfile.TemporaryDirectory(prefix="ctxext-", ignore_cleanup_errors=True) as folder:
+        path = os.path.join(folder, "models")
+        with open(path, "w+b") as file:
+            yield _Record(path), file
+
+
+def _require_extended(record: bytes) -> None:
+    found = [json.loads(line) for line in record.splitlines()]
+    if not any(fate == "extended" for fate, _ in found):
+        others = "; ".join(f"{fate}: {text}" for fate, text in found) or "none came out of from_pretrained"
+        raise PatchError(
+            f"no model was extended ({others}); models that were loaded before, built from a config or unpickled are "
+            "not reached: use ctxext.patch"
+        )
 
 
 def _open_existing(path: str, flags: int) -> int:
@@ -145,8 +153,7 @@ def _extend(
     from ctxext.families import FAMILIES
     from ctxext.patching import patch
 
-    source = os.path.join(model.name_or_path or "a state dict", options.get("gguf_file") or "").rstrip(os.sep)
-    name = f"{type(model).__name__} from {source}"
+    name = f"{type(model).__name__} from {_source(model, options)}"
     if model.config.model_type not in FAMILIES:
         record.add("left alone", f"{name}: model_type {model.config.model_type!r} is not supported")
         return
@@ -161,14 +168,21 @@ def _extend(
     except CtxextError as error:
         record.add("refused", f"{name}: {error}")
         raise
-    trained, kept = handle.spec.original_max_position_embeddings, handle.config.max_position_embeddings
-    text = f"{name} with {handle.method.name}, from {trained} to {handle.max_length} tokens"
+    lengths, kept = handle.method.lengths(handle.spec), handle.config.max_position_embeddings
+    text = f"{name} with {handle.method.name}, from {lengths.original} to {lengths.target} tokens"
     # A checkpoint's record has what its config said when it was saved filled in, or it says now.
     if previous not in (None, handle.config.ctxext["method"], method.model_dump(exclude_none=True, mode="json")):
         text += f", in place of {previous['name']}"
-    if kept < handle.max_length:
+    if kept < lengths.target:
         text += f"; its config keeps {kept}: programs that go by it have to be told the length"
     record.add("extended", text)
+
+
+def _source(model: Any, options: Mapping[str, Any]) -> str:
+    """Folder, file or hub id that a model was loaded from."""
+    if model.name_or_path in (None, "", "None"):  # Transformers writes the last
+        return "a state dict"
+    return "/".join(part for part in (model.name_or_path, options.get("subfolder"), options.get("gguf_file")) if part)
 
 
 def _scaling(config: Any) -> dict[str, Any] | None:
@@ -201,9 +215,12 @@ def _check_as_stored(model: Any, method: Method, options: Mapping[str, Any]) -> 
         check_scaling_survived(Path(str(path)), model.config)
         storage["gguf_file"] = file
     try:
-        stored = type(model.config).from_pretrained(model.name_or_path, **storage)
+        settings, _ = type(model.config).get_config_dict(model.name_or_path, **storage)
     except OSError:  # weights without a config: the program's own is all there is
         return
+    if settings.get("model_type") != model.config.model_type:  # a part of a larger model
+        return
+    stored = type(model.config).from_dict(settings)
     keys = ["rope_parameters"]
     if method.original_max_position_embeddings is None:
         keys.append("max_position_embeddings")
@@ -236,11 +253,11 @@ def run_program(command: Sequence[str], method: Method, *, replace_scaling: bool
         raise ConfigError("ctxext run can't be nested: the program is run by one already")
     arguments = _arguments(command)
     paths = [str(Path(__file__).resolve().parent / "startup"), os.environ.get("PYTHONPATH")]
-    with tempfile.NamedTemporaryFile(prefix="ctxext-") as file:
+    with _record() as (record, file):
         settings = {
             "method": method.model_dump(mode="json", exclude_none=True),
             "replace_scaling": replace_scaling,
-            "record": file.name,
+            "record": record.path,
         }
         environment = {
             **os.environ,
@@ -249,7 +266,7 @@ def run_program(command: Sequence[str], method: Method, *, replace_scaling: bool
         }
         status = _call(arguments, environment)
         if status == 0:
-            _Record(file.name).require_extended()
+            _require_extended(file.read())
     return status
 
 

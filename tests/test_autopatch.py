@@ -33,7 +33,7 @@ import ctxext
 import patches
 import tiny
 from ctxext.cli import main
-from ctxext.errors import ConfigError, ModelLoadError, PatchError, UnsupportedModelError
+from ctxext.errors import ConfigError, PatchError, UnsupportedModelError
 
 ROOT = Path(__file__).parent.parent
 YARN = {"name": "yarn", "factor": 4}
@@ -66,12 +66,12 @@ def loaded_in_block(path: Path, method: Any = YARN, **options: Any) -> PreTraine
 
 
 def edited(source: Path, target: Path, **changes: Any) -> Path:
-    """A copy of a checkpoint with another config."""
+    """A copy of a checkpoint with another config; None removes a key."""
     target.mkdir()
     for file in source.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
-    config = json.loads((source / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, **changes}))
+    config = {**json.loads((source / "config.json").read_text()), **changes}
+    (target / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     return target
 
 
@@ -140,6 +140,20 @@ def test_each_model_gets_one_line_on_stderr(checkpoint: Path, gpt2: Path, capsys
         f"ctxext: left alone: GPT2LMHeadModel from {gpt2}: model_type 'gpt2' is not supported",
         f"ctxext: left alone: LlamaModel from {checkpoint}: not a causal language model",
     ]
+
+
+def test_the_line_names_a_subfolder_and_a_state_dict(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edited(checkpoint, tmp_path / "inner")
+    with ctxext.autopatch(YARN):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, subfolder="inner")
+        LlamaForCausalLM.from_pretrained(None, config=tiny.config(vocab_size=259), state_dict=model.state_dict())
+        with pytest.raises(PatchError, match="the program sets"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, subfolder="inner", max_position_embeddings=128)
+    err = capsys.readouterr().err
+    assert f"LlamaForCausalLM from {tmp_path}/inner with yarn" in err
+    assert "LlamaForCausalLM from a state dict with yarn, from 64 to 256" in err
 
 
 def test_the_line_says_where_the_config_keeps_the_trained_length(
@@ -221,18 +235,13 @@ def test_a_second_block_is_refused_in_the_same_and_in_another_thread(checkpoint:
     assert ["can't be nested" in str(error) for error in errors] == [True, True]
 
 
-def test_models_that_other_threads_load_are_extended(checkpoint: Path) -> None:
+def test_a_model_that_another_thread_loads_is_extended(checkpoint: Path) -> None:
     models: list[PreTrainedModel] = []
     with ctxext.autopatch(YARN):
-        threads = [
-            threading.Thread(target=lambda: models.append(AutoModelForCausalLM.from_pretrained(checkpoint)))
-            for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [model.config.max_position_embeddings for model in models] == [256] * 3
+        thread = threading.Thread(target=lambda: models.append(AutoModelForCausalLM.from_pretrained(checkpoint)))
+        thread.start()
+        thread.join()
+    assert models[0].config.max_position_embeddings == 256
 
 
 @pytest.fixture
@@ -326,9 +335,25 @@ def test_a_program_that_extends_the_model_itself_is_refused(key: str, value: Any
         loaded_in_block(checkpoint, **{key: value})
 
 
+@pytest.mark.parametrize(
+    ("scaling", "method"),
+    [
+        (None, YARN),
+        ({"type": "linear", "factor": 2.0}, {**YARN, "original_max_position_embeddings": 64}),
+        ({"type": "yarn", "factor": 2.0}, {**YARN, "original_max_position_embeddings": 64}),
+    ],
+)
+def test_a_checkpoint_in_the_older_form_is_extended_as_by_hand(
+    scaling: dict[str, Any] | None, method: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    path = edited(checkpoint, tmp_path / "older", rope_parameters=None, rope_theta=5e4, rope_scaling=scaling)
+    model = loaded_in_block(path, method)
+    assert torch.equal(tiny.logits(model, IDS), tiny.logits(by_hand(path, method), IDS))
+
+
 def test_a_length_set_by_the_program_is_no_matter_where_the_method_gives_the_trained_one(checkpoint: Path) -> None:
     method = {**YARN, "original_max_position_embeddings": 64}
-    model = loaded_in_block(checkpoint, method, max_position_embeddings=64)
+    model = loaded_in_block(checkpoint, method, max_position_embeddings=128)
     assert torch.equal(tiny.logits(model, IDS), tiny.logits(by_hand(checkpoint), IDS))
 
 
@@ -338,27 +363,6 @@ def test_load_model_with_a_method_of_its_own_is_refused(checkpoint: Path) -> Non
         assert ctxext.inspect(model).consistent
         with pytest.raises(PatchError, match="already patched"):
             ctxext.load_model(str(checkpoint), ctxext.PI(factor=2))
-
-
-@pytest.mark.slow
-def test_a_gguf_file_is_extended_and_one_whose_scaling_got_lost_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from ctxext import models
-
-    file = models._builtin("builtin:smollm2-135m")
-    with ctxext.autopatch({"name": "yarn", "factor": 2}):
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-    assert model.config.max_position_embeddings == 16_384
-    assert f"from {file} with yarn, from 8192 to 16384 tokens" in capsys.readouterr().err
-
-    def lost(path: Path, config: Any) -> None:
-        assert path == file
-        raise ModelLoadError("scaling is left out")
-
-    monkeypatch.setattr(models, "check_scaling_survived", lost)
-    with pytest.raises(ModelLoadError, match="left out"), ctxext.autopatch(YARN):
-        AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
 
 
 # Programs that know nothing of ctxext
