@@ -42,9 +42,10 @@ ORIGINAL = vars(PreTrainedModel)["from_pretrained"]
 
 
 @pytest.fixture(autouse=True)
-def _from_pretrained_is_the_original_again() -> Iterator[None]:
+def _original() -> Iterator[None]:
+    """What one test leaves behind is not the next one's matter."""
     yield
-    assert vars(PreTrainedModel)["from_pretrained"] is ORIGINAL
+    PreTrainedModel.from_pretrained = ORIGINAL  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +201,14 @@ def test_nothing_extended_is_an_error_that_names_what_was_loaded(checkpoint: Pat
         load_others()
 
 
+def test_from_pretrained_is_the_same_object_after_the_block(checkpoint: Path) -> None:
+    with ctxext.autopatch(YARN):
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+        assert vars(PreTrainedModel)["from_pretrained"] is not ORIGINAL
+    assert vars(PreTrainedModel)["from_pretrained"] is ORIGINAL
+    assert AutoModelForCausalLM.from_pretrained(checkpoint).config.max_position_embeddings == 64
+
+
 def test_an_exception_in_the_block_is_passed_on_and_the_original_is_back() -> None:
     def fail() -> None:
         with ctxext.autopatch(YARN):
@@ -244,24 +253,11 @@ def test_a_model_that_another_thread_loads_is_extended(checkpoint: Path) -> None
     assert models[0].config.max_position_embeddings == 256
 
 
-@pytest.fixture
-def replaced() -> Iterator[Callable[[Any], None]]:
-    """Puts something else in the place of ``from_pretrained``, as another program might."""
-
-    def replace(replacement: Any) -> None:
-        PreTrainedModel.from_pretrained = replacement  # type: ignore[method-assign]
-
-    yield replace
-    replace(ORIGINAL)
-
-
-def test_a_wrapper_of_another_program_survives_the_block_and_extends_nothing_afterwards(
-    checkpoint: Path, replaced: Callable[[Any], None]
-) -> None:
+def test_a_wrapper_of_another_program_survives_the_block_and_extends_nothing_afterwards(checkpoint: Path) -> None:
     with ctxext.autopatch(YARN):
         ours = vars(PreTrainedModel)["from_pretrained"]
         theirs = classmethod(lambda cls, *args, **options: ours.__get__(None, cls)(*args, **options))
-        replaced(theirs)
+        PreTrainedModel.from_pretrained = theirs  # type: ignore[method-assign, assignment]
         during = AutoModelForCausalLM.from_pretrained(checkpoint)
     after = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert vars(PreTrainedModel)["from_pretrained"] is theirs
