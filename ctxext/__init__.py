@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ctxext.autopatching import autopatch as autopatch
     from ctxext.config import load_config as load_config
     from ctxext.errors import ConfigError as ConfigError
     from ctxext.errors import CtxextError as CtxextError
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ctxext.rope import RopeSpec as RopeSpec
 
 _EXPORTS = {
+    "ctxext.autopatching": ("autopatch",),
     "ctxext.config": ("load_config",),
     "ctxext.errors": (
         "ConfigError",

@@ -348,7 +348,7 @@ def _gguf_config(path: Path) -> PreTrainedConfig:
     folder, file = os.path.split(os.path.abspath(path))
     with _paused_collector():
         config = AutoConfig.from_pretrained(folder, gguf_file=file)
-        _check_scaling_survived(path, config)
+        check_scaling_survived(path, config)
     return config  # type: ignore[no-any-return]  # AutoConfig has no annotations
 
 
@@ -364,7 +364,7 @@ def _paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _check_scaling_survived(path: Path, config: PreTrainedConfig) -> None:
+def check_scaling_survived(path: Path, config: PreTrainedConfig) -> None:
     """Refuse a file whose rotary scaling Transformers leaves out: the model would run, with wrong positions."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type", "default") != "default":

@@ -36,6 +36,7 @@ ATTENTION = tuple(
 EVALUATION = tuple(
     f"tests/test_{name}.py" for name in ("protocols", "records", "statistics", "positions", "scoring", "perplexity")
 )
+AUTOPATCH = ("tests/test_autopatch.py",)
 RUNS = tuple(f"tests/test_{name}.py" for name in ("passkey", "ruler_tasks", "runs", "compare"))
 FAULTS = (
     Fault("YaRN's ramp runs the other way", "ctxext/methods/yarn.py", "kept = 1 - (", "kept = 0 + (", CORE),
@@ -220,6 +221,34 @@ FAULTS = (
         r'rf"(?<![^\W_]){re.escape(answer)}(?![^\W_])"',
         "re.escape(answer)",
         RUNS,
+    ),
+    Fault(
+        "from_pretrained stays replaced after autopatch",
+        "ctxext/autopatching.py",
+        "self._model_class.from_pretrained = self._original",
+        "pass",
+        AUTOPATCH,
+    ),
+    Fault(
+        "autopatch takes a length that the program made up for the trained one",
+        "ctxext/autopatching.py",
+        "if given != original:",
+        "if False:",
+        AUTOPATCH,
+    ),
+    Fault(
+        "ctxext run is content when no model was extended",
+        "ctxext/autopatching.py",
+        'if not any(fate == "extended" for fate, _ in found):',
+        "if False:",
+        AUTOPATCH,
+    ),
+    Fault(
+        "ctxext run hides the user's sitecustomize",
+        "ctxext/startup/sitecustomize.py",
+        "    _run_hidden_sitecustomize()\n",
+        "    pass\n",
+        AUTOPATCH,
     ),
 )
 

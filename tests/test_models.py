@@ -422,6 +422,26 @@ def test_a_gguf_file_that_states_no_scaling_is_read(tmp_path: Path) -> None:
     assert torch.equal(logits(load_model(str(path), device="cpu")[0]), logits(tiny.model()))
 
 
+@needs_gguf
+def test_a_gguf_file_that_another_program_loads_is_extended_as_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tiny.model())
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)
+    ctxext.patching.patch(expected, ctxext.YaRN(factor=4))
+    with ctxext.autopatch(ctxext.YaRN(factor=4)):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)
+    assert torch.equal(logits(model, 150), logits(expected, 150))
+    assert f"from {path} with yarn, from 64 to 256 tokens" in capsys.readouterr().err
+
+
+@needs_gguf
+def test_a_gguf_file_that_another_program_loads_is_refused_if_its_scaling_got_lost(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tiny.model(), **{"scaling.type": "yarn", "scaling.factor": 4.0})
+    with pytest.raises(ModelLoadError, match="yarn scaling with factor 4"), ctxext.autopatch(ctxext.YaRN(factor=4)):
+        AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)
+
+
 def test_model_ids_carry_no_path_of_the_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_id(str(folder)) == "local:checkpoint"
     assert model_id(f"{folder}/") == "local:checkpoint"

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ctxext import __version__
-from ctxext.cli import compare, evaluate, export, finetune, info
+from ctxext.cli import compare, evaluate, export, finetune, info, run
 from ctxext.errors import CtxextError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command("export")(export.export)
 app.command("inspect")(info.inspect)
 app.command("methods")(info.methods)
 app.command("env")(info.env)
+app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 
 
 def _version(*, wanted: bool) -> None:
