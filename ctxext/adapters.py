@@ -119,7 +119,10 @@ def read_record(folder: Path, base: str | None = None) -> AdapterRecord:
         settings = PeftConfig.from_pretrained(str(folder))
         if file.exists():
             record = dict(yaml.safe_load(file.read_text(encoding="utf-8")))
-            record |= {"method": record["method"] and dict(record["method"]), "rotation": dict(record["rotation"])}
+            rotation = dict(record["rotation"])
+            numbers = [float(number) for number in (*rotation["inv_freq"], rotation["attention_factor"])]
+            rotation |= {"inv_freq": numbers[:-1], "attention_factor": numbers[-1]}
+            record |= {"method": record["method"] and dict(record["method"]), "rotation": rotation}
         named = str((settings.base_model_name_or_path if record is None else record["base_model"]) or "")
     except Exception as error:
         raise ModelLoadError(f"the adapter in {folder} can't be read: {explain(error)}") from error
@@ -235,11 +238,13 @@ def _trained_under(record: AdapterRecord, given: Method | None) -> Method | None
     if settings.get("name") in METHODS:
         return parse_method(settings, str(record.folder / RECORD))
     # A user's own class, which can't be found by its name.
-    if given is None or given.model_dump(exclude_none=True, mode="json") != settings:
+    if given is None:
         raise ModelLoadError(
             f"the adapter in {record.folder} was trained under method {settings.get('name')!r}, which is none of "
             f"ctxext's ({', '.join(METHODS)}): hand the method to load_model"
         )
+    if given.model_dump(exclude_none=True, mode="json") != settings:
+        raise ModelLoadError(f"the adapter in {record.folder} was trained under {settings}, not under {given!r}")
     return given
 
 
@@ -263,7 +268,7 @@ def _same_rotation(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> boo
     if any(recorded.get(key) != found[key] for key in exact):
         return False
     first, second = (
-        torch.tensor([*rotation.get("inv_freq", ()), rotation.get("attention_factor", 0.0)], dtype=torch.float64)
+        torch.tensor([*rotation["inv_freq"], rotation["attention_factor"]], dtype=torch.float64)
         for rotation in (recorded, found)
     )
     return first.shape == second.shape and torch.allclose(first, second, rtol=1e-6, atol=0)

@@ -41,12 +41,13 @@ _GGUF_NAMES = {
 class Target:
     """What an engine is to run: a ``folder`` that was exported, or the base model by ``name`` with settings laid over.
 
-    ``gguf`` says that the base model is a GGUF file.
+    ``gguf`` says that the base model is a GGUF file; ``revision`` is its commit, if it is on the hub.
     """
 
     name: str
     folder: bool
     gguf: bool = False
+    revision: str | None = None
 
 
 def commands(engine: Engine, model: PreTrainedModel, target: Target, rope_format: RopeFormat) -> list[list[str]]:
@@ -75,15 +76,16 @@ def commands(engine: Engine, model: PreTrainedModel, target: Target, rope_format
         return _llama_cpp(config, inv_freq, attention_factor, before, target)
     overrides = _overrides(engine, config, attention_factor, before, target, rope_format)
     length = config.max_position_embeddings
+    commit = ["--revision", target.revision] if target.revision and not target.folder else []
     if engine == "vllm":
         if rope_type == "yarn":
             # vLLM takes no length above this product, which may fall short of a rounded target by a fraction.
             parameters = config.rope_parameters
             length = min(length, math.floor(parameters["factor"] * parameters["original_max_position_embeddings"]))
         extra = ["--hf-overrides", json.dumps(overrides)] if overrides else []
-        return [["vllm", "serve", target.name, "--max-model-len", str(length), *extra]]
+        return [["vllm", "serve", target.name, *commit, "--max-model-len", str(length), *extra]]
     extra = ["--json-model-override-args", json.dumps(overrides)] if overrides else []
-    command = ["python", "-m", "sglang.launch_server", "--model-path", target.name]
+    command = ["python", "-m", "sglang.launch_server", "--model-path", target.name, *commit]
     return [[*command, "--context-length", str(length), *extra]]
 
 

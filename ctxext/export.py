@@ -100,34 +100,30 @@ def export(
     _check_choices(engine, rope_format)
     method = None if method is None else load_method(method)
     local, place = find_local(name), None if folder is None else Path(folder)
-    if place is None:
-        if engine == "transformers":
-            raise ConfigError("Transformers takes no settings on its command line: give a folder (--output)")
-        if local is not None and is_adapter(local):
-            raise ConfigError("an adapter has to be merged to be run elsewhere: give a folder (--output)")
-    else:
-        check_new_folder(place, overwrite=overwrite, replaceable=_is_export)
-        if local is not None and local.resolve() in (place.resolve(), *place.resolve().parents):
-            raise ConfigError(f"{place} is, or is part of, the model's own folder: give another")
+    _check_place(place, local, engine, overwrite=overwrite)
     origin: dict[str, Any] = {
         "base": base,
         "revision": revision,
         "trust_remote_code": trust_remote_code,
         "replace_scaling": replace_scaling,
     }
-    skeleton = load_skeleton(name, method, **origin)
+    gguf = local is not None and local.is_file()
+    loading = {"dtype": dtype, "device": "cpu", **origin}
+    # Reading a GGUF file's metadata twice would take longer than what is refused early could save.
+    loaded = load_model(name, method, **loading) if gguf and place is not None else None
+    skeleton = load_skeleton(name, method, **origin) if loaded is None else loaded[0]
     if (
         active_patch(skeleton) is None
         and extension_record(skeleton.config) is None
         and not (local and is_adapter(local))
     ):
         raise ConfigError(f"{name!r} is not extended, and no method was given: give --config, or -s method.name=...")
-    gguf = local is not None and local.is_file()
-    target = Target(str(local) if gguf and place is None else str(place or name), folder=place is not None, gguf=gguf)
+    place_or_base = place or (local if gguf else name)
+    target = Target(str(place_or_base), folder=place is not None, gguf=gguf, revision=revision)
     to_run = commands(engine, skeleton, target, rope_format)
     notes = _notes(skeleton, engine, place)
     if place is not None:
-        model, tokenizer = load_model(name, method, dtype=dtype, device="cpu", **origin)
+        model, tokenizer = loaded or load_model(name, method, **loading)
         card = model_card(model, name, notes=notes, commands=to_run, command=command)
         write_checkpoint(model, tokenizer, place, rope_format=rope_format, overwrite=overwrite, card=card)
     return Exported(place, to_run, notes)
@@ -191,7 +187,9 @@ def model_card(
         metadata["base_model"] = name
     lines = ["---", yaml.safe_dump(metadata, sort_keys=False).strip(), "---", "", f"# {shown}, context extended", ""]
     if record is not None:
-        settings = yaml.safe_dump({"method": record["method"]}, sort_keys=False, default_flow_style=None).strip()
+        settings = yaml.safe_dump(
+            {"method": record["method"]}, sort_keys=False, default_flow_style=None, width=120
+        ).strip()
         patch = active_patch(bare)
         length = bare.config.max_position_embeddings if patch is None else patch.max_length
         lines += [f"Trained to {record['original_max_position_embeddings']:,} tokens, extended to {length:,}:", ""]
@@ -202,6 +200,20 @@ def model_card(
     lines += [f"Made with ctxext {__version__}" + (":" if command else "."), ""]
     lines += ["```", command, "```", ""] if command else []
     return "\n".join(lines)
+
+
+def _check_place(place: Path | None, local: Path | None, engine: Engine, *, overwrite: bool) -> None:
+    """Refuse a folder that can't be written, and none where the engine needs one."""
+    if place is None:
+        if engine == "transformers":
+            raise ConfigError("Transformers takes no settings on its command line: give a folder (--output)")
+        if local is not None and is_adapter(local):
+            raise ConfigError("an adapter has to be merged to be run elsewhere: give a folder (--output)")
+        return
+    check_new_folder(place, overwrite=overwrite, replaceable=_is_export)
+    here, there = place.resolve(), None if local is None else local.resolve()
+    if there is not None and (there in (here, *here.parents) or here in there.parents):
+        raise ConfigError(f"{place} is, is part of, or holds the model's own folder: give another")
 
 
 def _notes(model: PreTrainedModel, engine: Engine, folder: Path | None) -> list[str]:

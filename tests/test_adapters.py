@@ -135,6 +135,18 @@ def test_other_chunks_are_another_method(base: str, tmp_path: Path) -> None:
     assert "not under DCA" in refusal(tmp_path / "adapter", ctxext.DCA(chunk_size=24, local_size=6))
 
 
+class Mine(ctxext.NTK):
+    name: str = "mine"  # type: ignore[assignment]
+
+
+def test_a_user_s_own_method_is_asked_for_and_compared(base: str, tmp_path: Path) -> None:
+    trained = train(base, Mine(factor=4))
+    save_adapter(trained, tmp_path / "adapter")
+    assert torch.equal(tiny.logits(loaded(tmp_path / "adapter", Mine(factor=4)), IDS), tiny.logits(trained, IDS))
+    assert "hand the method to load_model" in refusal(tmp_path / "adapter")
+    assert "not under Mine" in refusal(tmp_path / "adapter", Mine(factor=8))
+
+
 def test_an_adapter_of_the_plain_model_is_refused_under_any_method(base: str, tmp_path: Path) -> None:
     save_adapter(train(base, None), tmp_path / "adapter")
     assert ctxext.inspect(loaded(tmp_path / "adapter")).method is None
@@ -233,7 +245,7 @@ def test_last_bits_of_another_processor_are_no_other_method(adapter: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["", "nonsense", "method: {name: yarn}", "{", "base_model: x\nmethod: yarn\nrotation: {}"]
+    "text", ["", "nonsense", "method: {name: yarn}", "{", "base_model: x\nmethod: null\nrotation: {inv_freq: all}"]
 )
 def test_a_record_that_can_not_be_read_is_not_passed_over(text: str, adapter: Path) -> None:
     (adapter / "ctxext.yaml").write_text(text)

@@ -25,6 +25,7 @@ import tiny
 from command_line import Run
 from ctxext.errors import ConfigError, CtxextError, UnsupportedModelError
 from ctxext.export import Exported, export, write_checkpoint
+from ctxext.models import load_skeleton
 from patches import ATTENTION, METHODS
 
 YARN = tiny.METHODS["yarn"]
@@ -300,6 +301,16 @@ def test_an_exported_folder_needs_no_overrides(method: str, engine: Any, base: s
     assert str(tmp_path / "out") in command
 
 
+@pytest.mark.parametrize(("engine", "rest"), [("vllm", "--max-model-len"), ("sglang", "--context-length")])
+def test_the_commit_of_a_hub_model_is_handed_on(
+    engine: Any, rest: str, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skeleton = load_skeleton(base, YARN)
+    monkeypatch.setattr("ctxext.export.load_skeleton", lambda *_, **__: skeleton)
+    exported = export("someone/model", YARN, engine=engine, revision="abc")
+    assert f"someone/model --revision abc {rest} 256" in str(exported)
+
+
 def test_the_length_given_to_vllm_is_no_fraction_above_what_it_derives(base: str, tmp_path: Path) -> None:
     exported = export(base, ctxext.YaRN(factor=2.3), tmp_path / "out", engine="vllm")  # 2.3 * 64 = 147.2
     assert option(exported, "--max-model-len") == "147"
@@ -405,14 +416,14 @@ def test_an_empty_folder_may_be_there_and_a_file_may_not(base: str, tmp_path: Pa
         export(base, YARN, tmp_path / "file")
 
 
-@pytest.mark.parametrize("inside", [".", "sub"])
-def test_the_model_s_own_folder_is_not_written_to(inside: str, tmp_path: Path) -> None:
-    tiny.save_checkpoint(tmp_path / "base")
-    export(str(tmp_path / "base"), YARN, tmp_path / "out")
-    before = sorted((tmp_path / "out").iterdir())
+@pytest.mark.parametrize(("model", "output"), [("out", "out"), ("out", "out/sub"), ("out/base", "out")])
+def test_the_model_s_own_folder_is_not_written_to(model: str, output: str, base: str, tmp_path: Path) -> None:
+    export(base, YARN, tmp_path / "out")
+    export(base, YARN, tmp_path / "out" / "base")
+    before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match="the model's own folder"):
-        export(str(tmp_path / "out"), None, tmp_path / "out" / inside, overwrite=True)
-    assert sorted((tmp_path / "out").iterdir()) == before
+        export(str(tmp_path / model), None, tmp_path / output, overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("earlier", [True, False])
