@@ -37,6 +37,7 @@ EVALUATION = tuple(
     f"tests/test_{name}.py" for name in ("protocols", "records", "statistics", "positions", "scoring", "perplexity")
 )
 AUTOPATCH = ("tests/test_autopatch.py",)
+TRAINING = tuple(f"tests/test_{name}.py" for name in ("blocks", "loss", "training"))
 RUNS = tuple(f"tests/test_{name}.py" for name in ("passkey", "ruler_tasks", "runs", "compare"))
 FAULTS = (
     Fault("YaRN's ramp runs the other way", "ctxext/methods/yarn.py", "kept = 1 - (", "kept = 0 + (", CORE),
@@ -189,7 +190,7 @@ FAULTS = (
     ),
     Fault(
         "a run goes on under other settings",
-        "ctxext/evaluation/runs.py",
+        "ctxext/folder.py",
         "return None if there == here else (path, there, here)",
         "return None",
         RUNS,
@@ -249,6 +250,55 @@ FAULTS = (
         "    _run_hidden_sitecustomize()\n",
         "    pass\n",
         AUTOPATCH,
+    ),
+    Fault(
+        "the first token of a packed document is predicted from the document before",
+        "ctxext/blocks.py",
+        "labels[positions == 0] = IGNORED",
+        "labels[0] = IGNORED",
+        TRAINING,
+    ),
+    Fault(
+        "a resumed fine-tune starts the data again",
+        "ctxext/training.py",
+        'self._packing, progress.get("place"))',
+        "self._packing, None)",
+        TRAINING,
+    ),
+    Fault(
+        "gradients of accumulated batches are too small",
+        "ctxext/training.py",
+        "scale = self.settings.gradient_accumulation_steps * self.processes / targets",
+        "scale = self.processes / targets",
+        TRAINING,
+    ),
+    Fault(
+        "gradients are not clipped",
+        "ctxext/training.py",
+        "clip_grad_norm_(self.root.parameters(), self.settings.max_grad_norm)",
+        "clip_grad_norm_(self.root.parameters(), 1e9)",
+        TRAINING,
+    ),
+    Fault(
+        "PoSE's gap is taken for another text",
+        "ctxext/training.py",
+        'mask = torch.ones_like(ids) if self.settings.positions == "pose" else None',
+        "mask = None",
+        TRAINING,
+    ),
+    Fault(
+        "trained weights are kept in bfloat16",
+        "ctxext/training.py",
+        'if parameter.requires_grad or settings.precision == "fp32":',
+        'if settings.precision == "fp32":',
+        TRAINING,
+    ),
+    Fault(
+        "the optimiser's state is not brought back",
+        "ctxext/checkpoints.py",
+        "            accelerator.load_state(str(last))\n",
+        "            _load_trained([root], str(last))\n",
+        TRAINING,
     ),
 )
 

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import tiny
+from ctxext.blocks import Blocks, Packing
 from ctxext.checkpoints import Checkpoints, read_log
 from ctxext.config import FinetuneSection
 from ctxext.data import Document
@@ -59,8 +60,6 @@ def test_a_few_steps_lower_the_loss_under_every_method(checkpoint: Path, tmp_pat
 def test_the_loss_is_that_of_the_blocks_as_the_model_reads_them(checkpoint: Path, tmp_path: Path) -> None:
     model, tokenizer = load(checkpoint)
     _, log = train(checkpoint, tmp_path / "run", steps=1, gradient_accumulation_steps=3)
-    from ctxext.blocks import Blocks, Packing
-
     stream, total, targets = Blocks(documents, tokenizer, Packing(96)), 0.0, 0
     for _ in range(3):
         block = next(stream)
@@ -73,12 +72,28 @@ def test_the_loss_is_that_of_the_blocks_as_the_model_reads_them(checkpoint: Path
     assert losses(log) == pytest.approx([total / targets], abs=1e-4)
 
 
+def test_with_pose_each_token_sees_all_before_it_at_the_positions_of_the_block(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = load(checkpoint)
+    packing = Packing(40, positions="pose", target=256)
+    _, log = train(checkpoint, tmp_path / "run", steps=1, positions="pose", sequence_length=40)
+    total = 0.0
+    for block in itertools.islice(Blocks(documents, tokenizer, packing), 2):
+        ids, positions = torch.from_numpy(block.ids)[None], torch.from_numpy(block.positions)[None]
+        logits = model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        total += torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).item() / 2
+    assert losses(log) == pytest.approx([total], abs=1e-4)
+
+
 @pytest.mark.parametrize("changes", [{"batch_size": 2, "gradient_accumulation_steps": 1}, {"batch_size": 4}], ids=str)
 def test_accumulation_and_batches_are_one_arithmetic(checkpoint: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     count = changes["batch_size"] * changes.get("gradient_accumulation_steps", 2)
     one, log = train(checkpoint, tmp_path / "one", batch_size=1, gradient_accumulation_steps=count)
     other, other_log = train(checkpoint, tmp_path / "other", **changes)
     assert losses(log) == pytest.approx(losses(other_log), abs=1e-4)
+    norms, other_norms = ([entry["gradient_norm"] for entry in entries] for entries in (log, other_log))
+    assert norms == pytest.approx(other_norms, rel=1e-4)  # AdamW and clipping would hide a wrong scale
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert tiny.difference(a, b) < 1e-4
 
