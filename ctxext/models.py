@@ -124,6 +124,36 @@ def load_model(
     return model, tokenizer
 
 
+def read_config(name: str, *, revision: str | None = None) -> PreTrainedConfig:
+    """The config of a checkpoint, named as for :func:`load_model`, without weights or tokenizer.
+
+    Raises:
+        ModelLoadError: it can't be found or read.
+    """
+    path = _find(name, complete=False)
+    if path is not None and revision is not None:
+        raise ModelLoadError(f"revision {revision!r} has no meaning for {name!r}, which is local: leave it out")
+    try:
+        if path is None or path.is_dir():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(str(path or name), revision=revision)
+            return config
+        return _gguf_config(path)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # whatever Transformers raises here is about the checkpoint or the way to it
+        raise ModelLoadError(f"can't read the config of {name!r}: {explain(error)}") from error
+
+
+def _gguf_config(path: Path) -> PreTrainedConfig:
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelLoadError("GGUF files need the gguf package: run `pip install gguf`")
+    folder, file = os.path.split(os.path.abspath(path))
+    with _paused_collector():
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=file)
+        _check_scaling_survived(path, config)
+    return config
+
+
 def _recorded_method(model: PreTrainedModel) -> Method | None:
     """The method that a checkpoint was saved with, if its ``rope_parameters`` alone can't express it.
 
@@ -173,15 +203,18 @@ def explain(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
-def _find(name: str) -> Path | None:
-    """The GGUF file or checkpoint folder that ``name`` stands for; None for a hub id."""
+def _find(name: str, *, complete: bool = True) -> Path | None:
+    """The GGUF file or checkpoint folder that ``name`` stands for; None for a hub id.
+
+    A folder has to be ``complete``, or to have a config.
+    """
     if name.startswith("builtin:"):
         return _builtin(name)
     if not name.strip():
         raise ModelLoadError("the model's name is empty: give a path, a hub id, or " + ", ".join(BUILTIN_MODELS))
     path = Path(os.path.expanduser(name))
     if path.is_dir():
-        _check_folder(path, name)
+        _check_folder(path, name, complete=complete)
         return path
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -207,13 +240,15 @@ def _builtin(name: str) -> Path:
     return files[0]
 
 
-def _check_folder(path: Path, name: str) -> None:
+def _check_folder(path: Path, name: str, *, complete: bool) -> None:
     files = sorted(entry.name for entry in path.iterdir())
     if "config.json" not in files:
         found = ", ".join(files[:5]) + (", ..." if len(files) > 5 else "")
         raise ModelLoadError(
             f"folder {name!r} has no config.json (found: {found or 'nothing'}): give a checkpoint folder or .gguf file"
         )
+    if not complete:
+        return
     if not any(file.endswith(".safetensors") for file in files):
         if any(file.endswith((".bin", ".pt", ".pth")) for file in files):
             raise ModelLoadError(
@@ -237,14 +272,11 @@ def _load_safetensors(source: str, origin: dict[str, Any], **options: Any) -> tu
 
 def _load_gguf(path: Path, **options: Any) -> tuple[Any, Any]:
     """Like ``from_pretrained``, with all weights dequantised: a model that can be saved and trained."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelLoadError("GGUF files need the gguf package: run `pip install gguf`")
+    config = _gguf_config(path)
     if hasattr(transformers, "GgufConfig"):  # releases without it always dequantise
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     folder, file = os.path.split(os.path.abspath(path))
     with _paused_collector():
-        config = AutoConfig.from_pretrained(folder, gguf_file=file)
-        _check_scaling_survived(path, config)
         # from_pretrained would prefer a tokenizer.json that lies beside the file. (Its constructor has no annotations.)
         tokenizer = PreTrainedTokenizerFast(name_or_path=folder, gguf_file=file)  # type: ignore[no-untyped-call]
         loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, gguf_file=file, **options)

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ctxext import __version__
-from ctxext.cli import compare, evaluate, info
+from ctxext.cli import compare, evaluate, info, plan
 from ctxext.errors import CtxextError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app = typer.Typer(
 evaluate.app.command("compare")(compare.compare)
 app.add_typer(evaluate.app, name="eval")
 app.command("report")(compare.report)
+app.command("plan")(plan.plan)
 app.command("inspect")(info.inspect)
 app.command("methods")(info.methods)
 app.command("env")(info.env)
