@@ -162,11 +162,8 @@ def make_plan(
     verdicts: tuple[Verdict, ...] = ()
     if target > reach:
         trained, chosen = _choose(model, target, method, replace_scaling=replace_scaling)
-        original = method.original_max_position_embeddings
-        given_length = {} if original is None else {"original_max_position_embeddings": original}
         verdicts = tuple(
-            _verdict(model, cls, given_length, trained, target, replace_scaling=replace_scaling)
-            for cls in METHODS.values()
+            _verdict(model, cls, method, trained, target, replace_scaling=replace_scaling) for cls in METHODS.values()
         )
     factor = 1.0 if trained is None else sufficient(trained, target)
     settings = None if chosen is None else _settings(chosen)
@@ -207,7 +204,7 @@ def meta_model(config: PretrainedConfig) -> Any:
         raise UnsupportedModelError(f"model_type {config.model_type!r} is not supported ({', '.join(FAMILIES)})")
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever Transformers raises here is about the config
         raise UnsupportedModelError(f"Transformers can't build a model from this config: {error}") from error
     find_family(model)
@@ -293,11 +290,11 @@ def reaching(method: Method, spec: RopeSpec, target: int) -> Method:
             return method
     if method.max_position_embeddings is not None or "factor" in method.model_fields_set:
         return method
-    settings = _settings(method)
-    if method.changes_attention:
-        return parse_method({**settings, "max_position_embeddings": target}, "method")
-    trained = method.original_max_position_embeddings or spec.original_max_position_embeddings
-    return parse_method({**settings, "factor": sufficient(trained, target)}, "method")
+    length: dict[str, Any] = {"max_position_embeddings": target}
+    if not method.changes_attention:
+        trained = method.original_max_position_embeddings or spec.original_max_position_embeddings
+        length = {"factor": sufficient(trained, target)}
+    return type(method).model_validate({**_settings(method), **length})
 
 
 @contextmanager
@@ -310,12 +307,15 @@ def _quietly(model: Any, method: Method, *, replace_scaling: bool) -> Iterator[P
 
 
 def _verdict(
-    model: Any, cls: type[Method], given: dict[str, Any], trained: int, target: int, *, replace_scaling: bool
+    model: Any, cls: type[Method], chosen: Method, trained: int, target: int, *, replace_scaling: bool
 ) -> Verdict:
-    """On a method with its defaults; ``given`` is what the user says about the trained length."""
+    """On a method with its defaults, or with the settings of the chosen one."""
     name, fits, added = cls.model_fields["name"].default, None, "nothing"
+    original = chosen.original_max_position_embeddings
+    settings = {"name": name, **({} if original is None else {"original_max_position_embeddings": original})}
     try:
-        _, method = _choose(model, target, parse_method({"name": name, **given}, name), replace_scaling=replace_scaling)
+        wanted = chosen if isinstance(chosen, cls) else parse_method(settings, name)
+        _, method = _choose(model, target, wanted, replace_scaling=replace_scaling)
         added = "half a cache while decoding" if _keeps_rotated_keys(model, method, replace_scaling) else "nothing"
     except CtxextError as error:
         fits = " ".join(str(error).split())

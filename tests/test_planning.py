@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from transformers import AutoConfig
@@ -14,7 +14,7 @@ import ctxext
 import tiny
 from command_line import Run
 from ctxext import memory, planning
-from ctxext.errors import ConfigError, PatchError, UnsupportedModelError
+from ctxext.errors import PatchError, UnsupportedModelError
 from ctxext.families import FAMILIES
 from ctxext.methods import METHODS
 from ctxext.models import BUILTIN_MODELS, read_config
@@ -31,6 +31,13 @@ LLAMA3_8B = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
     "dtype": "bfloat16",
 }
+
+NEEDED = {
+    name: required
+    for name, cls in METHODS.items()
+    if (required := [key for key, field in cls.model_fields.items() if field.is_required()])
+}
+"""Settings that only the user knows."""
 
 
 def llama3(**changes: Any) -> Any:
@@ -70,12 +77,10 @@ def test_a_plan_names_factor_round_factor_and_lengths() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_yaml_extends_the_model_to_the_target(name: str, tmp_path: Path) -> None:
-    try:
-        plan = make_plan("m", tiny.config(), 150, name)
-    except ConfigError as error:
-        assert name in ("rope_theta", "longrope"), error  # which need what only the user knows
-        return
+    required = {key: getattr(tiny.METHODS[name], key) for key in NEEDED.get(name, ())}
+    plan = make_plan("m", tiny.config(), 150, METHODS[name](**required))
     assert plan.yaml is not None
+    assert next(v for v in plan.verdicts if v.method == name).fits is None
     path = tmp_path / "method.yaml"
     path.write_text(plan.yaml)
     with ctxext.patch(tiny.model(), path) as patch:
@@ -90,7 +95,7 @@ def test_every_architecture_is_planned_for(family: str) -> None:
     plan = make_plan("m", config, 200)
     assert plan.parameters == sum(p.numel() for p in tiny.model(family).parameters())
     assert [verdict.method for verdict in plan.verdicts] == list(METHODS)
-    assert {v.method for v in plan.verdicts if v.fits} == {"rope_theta", "longrope"}
+    assert {v.method for v in plan.verdicts if v.fits} == set(NEEDED)
     assert config.max_position_embeddings == tiny.TRAINED  # and the config given is left as it was
 
 
@@ -229,6 +234,17 @@ def test_settings_of_a_file_are_kept_and_its_lengths_checked(run: Run, tmp_path:
     result = run("plan", "-m", model, "--target", 200, "--config", file, "--method", "ntk")
     assert result.status == 2
     assert result.err.count("\n") == 1
+
+
+class Half(ctxext.PI):
+    """A user's own method."""
+
+    name: Literal["half"] = "half"
+
+
+def test_a_method_of_the_users_own_is_planned_for() -> None:
+    plan = make_plan("m", tiny.config(), 150, Half())
+    assert plan.method == {"name": "half", "factor": 2.35}
 
 
 def test_the_trained_length_may_come_from_the_method() -> None:
