@@ -134,12 +134,7 @@ def load_skeleton(
         name, revision = record.base, record.revision
         path = find_local(name)
     with _explained(name):
-        if path is not None and path.is_file():
-            config = _gguf_config(path)
-        else:
-            config = AutoConfig.from_pretrained(
-                str(path or name), revision=revision, trust_remote_code=trust_remote_code
-            )
+        config = read_config(name, revision=revision, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             auto: Any = AutoModelForCausalLM
             model: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code)
@@ -216,6 +211,30 @@ def _explained(name: str) -> Iterator[None]:
         raise ModelLoadError(f"can't load {name!r}: {explain(error)}") from error
 
 
+def read_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a checkpoint, named as for :func:`load_model`, without weights or tokenizer.
+
+    Of an adapter it is that of its base model.
+
+    Raises:
+        ModelLoadError: it can't be found or read.
+    """
+    path = find_local(name, complete=False)
+    _check_origin(name, path, None, revision)
+    if path is not None and is_adapter(path):
+        from ctxext.adapters import read_record
+
+        record = read_record(path)
+        return read_config(record.base, revision=record.revision, trust_remote_code=trust_remote_code)
+    with _explained(name):
+        if path is not None and path.is_file():
+            return _gguf_config(path)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(path or name), revision=revision, trust_remote_code=trust_remote_code
+        )
+        return config
+
+
 def recorded_method(model: PreTrainedModel) -> Method | None:
     """The method that a checkpoint was saved with, if its ``rope_parameters`` alone can't express it; else None.
 
@@ -265,15 +284,18 @@ def explain(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
-def find_local(name: str) -> Path | None:
-    """The GGUF file or checkpoint folder that ``name`` stands for; None for a hub id."""
+def find_local(name: str, *, complete: bool = True) -> Path | None:
+    """The GGUF file or checkpoint folder that ``name`` stands for; None for a hub id.
+
+    A folder has to be ``complete``, or to have a config.
+    """
     if name.startswith("builtin:"):
         return _builtin(name)
     if not name.strip():
         raise ModelLoadError("the model's name is empty: give a path, a hub id, or " + ", ".join(BUILTIN_MODELS))
     path = Path(os.path.expanduser(name))
     if path.is_dir():
-        _check_folder(path, name)
+        _check_folder(path, name, complete=complete)
         return path
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -299,7 +321,7 @@ def _builtin(name: str) -> Path:
     return files[0]
 
 
-def _check_folder(path: Path, name: str) -> None:
+def _check_folder(path: Path, name: str, *, complete: bool) -> None:
     files = sorted(entry.name for entry in path.iterdir())
     if is_adapter(path):
         return
@@ -308,6 +330,8 @@ def _check_folder(path: Path, name: str) -> None:
         raise ModelLoadError(
             f"folder {name!r} has no config.json (found: {found or 'nothing'}): give a checkpoint folder or .gguf file"
         )
+    if not complete:
+        return
     if not any(file.endswith(".safetensors") for file in files):
         if any(file.endswith((".bin", ".pt", ".pth")) for file in files):
             raise ModelLoadError(

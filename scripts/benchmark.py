@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -28,11 +29,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 import ctxext
+from ctxext import memory
 from ctxext.attention import engine
 from ctxext.data import load_documents, tokenize
 from ctxext.evaluation.files import write_json
 from ctxext.evaluation.passkey import evaluate_passkey
 from ctxext.evaluation.perplexity import evaluate_perplexity
+from ctxext.loss import summed_loss
+from ctxext.models import read_config
+from ctxext.planning import meta_model, ways
 
 MODEL = "builtin:smollm2-135m"
 DATASET = "builtin:python-docs"
@@ -42,7 +47,7 @@ ATTENTION: dict[str, ctxext.Method] = {"dca": ctxext.DCA(), "dynamic_yarn": ctxe
 def main(
     part: Annotated[
         list[str] | None,
-        typer.Option(help="static, attention, model, training or evaluation; may be repeated. Default: all."),
+        typer.Option(help="static, attention, model, training, evaluation or plan; may be repeated. Default: all."),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Pairs of runs for each time.")] = 9,
     length: Annotated[int, typer.Option(help="Tokens of the timed forward pass, static methods.")] = 1024,
@@ -51,12 +56,15 @@ def main(
     memory_length: Annotated[int, typer.Option(help="Tokens of the passes whose memory is measured.")] = 16_384,
     training_length: Annotated[int, typer.Option(help="Tokens of the timed training step.")] = 4096,
     evaluation_length: Annotated[int, typer.Option(help="Tokens of the evaluations that are timed.")] = 16_384,
+    plan_length: Annotated[
+        int, typer.Option(help="Tokens of the passes whose memory is foreseen and measured.")
+    ] = 2048,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="Default: an accelerator if there is one.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the figures as JSON to this file.")] = None,
 ) -> None:
     """Print one table of figures."""
-    parts = {"static", "attention", "model", "training", "evaluation"}
+    parts = {"static", "attention", "model", "training", "evaluation", "plan"}
     if unknown := set(part or ()) - parts:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: expected {', '.join(sorted(parts))}")
     chosen = set(part or parts)
@@ -107,6 +115,14 @@ def main(
         figures |= evaluations(evaluation_length, prefill_repeats, dtype, device)
         show("curve_ratio", f"perplexity at four lengths up to {evaluation_length:,} / decoder alone", "<= 1.2")
         show("passkey_ratio", f"one passkey prompt of {evaluation_length:,}, forced / decoder alone", "<= 1.3")
+    if "plan" in chosen:
+        for label, foreseen in foreseen_memory(plan_length, dtype).items():
+            measured = peak_memory(planned_pass, label, plan_length, dtype, device)
+            name = "plan_" + "_".join(label.replace(",", "").lower().split())
+            figures[f"{name}_gb"] = None if measured is None else measured / 1e9
+            figures[name] = None if measured is None else foreseen / measured
+            show(f"{name}_gb", f"memory above weights and states, {plan_length:,} tokens, {label}", unit=" GB")
+            show(name, "  foreseen by ctxext plan / measured", "0.75 to 1.25")
     Console().print(table)
 
 
@@ -284,6 +300,59 @@ def prefill_pass(length: int, name: str | None, dtype: str, device: str | None) 
     tokens = torch.randint(100, 40_000, (1, length), device=model.device)
     _warm_up(model)
     return lambda: _decode(model, DynamicCache(config=model.config), tokens, steps=1)
+
+
+def foreseen_memory(length: int, dtype: str) -> dict[str, int]:
+    """What ``ctxext plan`` says that each pass holds beside weights, gradients and moments, in bytes."""
+    found = memory.sizes(meta_model(read_config(MODEL)))
+    given = memory.Input(length, 1, getattr(torch, dtype).itemsize)
+    held = {label: way(given) for label, way in ways(found, bf16=dtype == "bfloat16", lora_rank=16).items()}
+    return {label: one.cache + one.activations + one.logits for label, one in held.items()}
+
+
+def planned_pass(label: str, length: int, dtype: str, device: str | None) -> Callable[[], Any]:
+    """One of the passes that ``ctxext plan`` speaks of."""
+    model, _ = ctxext.load_model(MODEL, dtype="float32" if label.startswith("train") else dtype, device=device)
+    tokens = torch.randint(100, 40_000, (1, length), device=model.device)
+    _warm_up(model)
+    if label == "prefill":
+        return lambda: _decode(model, DynamicCache(config=model.config), tokens, steps=1)
+    if label == "all logits":
+        return lambda: model(tokens)
+    if label == "decode":
+        return lambda: _fill_and_decode(model, tokens)
+    model.train()
+    if "checkpointing" in label:
+        # Transformers renamed it during 5.x.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    whole: Any = model
+    if label.startswith("LoRA"):
+        names = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        whole = get_peft_model(model, LoraConfig(r=16, target_modules=names))
+    for parameter in whole.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter, 1e-6)  # zeros would take no memory before they are written to
+    return lambda: _train(whole, model, tokens, autocast=dtype == "bfloat16", sliced="labels" not in label)
+
+
+def _fill_and_decode(model: Any, tokens: torch.Tensor) -> None:
+    """A cache that is filled in small pieces, so that it is what takes the memory, and one more token."""
+    cache = DynamicCache(config=model.config)
+    for piece in tokens.split(64, dim=1):
+        _decode(model, cache, piece, steps=1)
+    _decode(model, cache, tokens[:, :1], steps=1)
+
+
+@torch.enable_grad()
+def _train(whole: Any, model: Any, tokens: torch.Tensor, *, autocast: bool, sliced: bool) -> None:
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+        if sliced:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            loss = summed_loss(model, tokens, tokens, positions)
+        else:
+            loss = whole(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
 
 
 @torch.no_grad()

@@ -39,7 +39,23 @@ EVALUATION = tuple(
 AUTOPATCH = ("tests/test_autopatch.py",)
 TRAINING = tuple(f"tests/test_{name}.py" for name in ("blocks", "loss", "training"))
 RUNS = tuple(f"tests/test_{name}.py" for name in ("passkey", "ruler_tasks", "runs", "compare"))
+PLANS = ("tests/test_planning.py", "tests/test_memory.py")
 FAULTS = (
+    Fault(
+        "a plan rounds factors down",
+        "ctxext/planning.py",
+        "-(-100 * target // trained)",
+        "(100 * target // trained)",
+        PLANS,
+    ),
+    Fault("a plan forgets cached values", "ctxext/memory.py", "return 2 * model.key", "return model.key", PLANS),
+    Fault(
+        "a plan forgets what autocast copies",
+        "ctxext/memory.py",
+        "held += 0 if checkpointing else copies",
+        "held += 0",
+        PLANS,
+    ),
     Fault("YaRN's ramp runs the other way", "ctxext/methods/yarn.py", "kept = 1 - (", "kept = 0 + (", CORE),
     Fault(
         "a model's own base is lost",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ctxext import memory
 from ctxext.evaluation.runs import DryRun, Planned
 from ctxext.evaluation.scoring import SLICE_LOGITS, bare_model, evaluating
 from ctxext.evaluation.tasks import Prepared
@@ -74,11 +75,7 @@ def _timed(model: Any, length: int) -> float:
 def _memory(model: Any, longest: int, batch: int, *, cached: bool) -> int:
     """Weights, a layer's activations, a slice of logits, and for prompts the keys and values of all layers."""
     base = bare_model(model)
-    config = base.config.get_text_config()
-    weights = sum(p.numel() * p.element_size() for p in base.parameters())
-    width = base.dtype.itemsize
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    keys = 2 * config.num_key_value_heads * head * width
-    activations = longest * batch * width * (6 * config.hidden_size + 3 * config.intermediate_size)
-    cache = longest * batch * config.num_hidden_layers * keys if cached else 0
-    return int(weights + activations + cache + 3 * 4 * SLICE_LOGITS)
+    weights: int = sum(p.numel() * p.element_size() for p in base.parameters())
+    found, given = memory.sizes(base), memory.Input(longest, batch, base.dtype.itemsize)
+    cache = memory.cache_bytes(found, given, filling=True) if cached else 0
+    return weights + cache + memory.forward_activations(found, given) + 3 * 4 * SLICE_LOGITS

@@ -63,6 +63,11 @@ class Method(BaseModel, ABC):
     """Name for people, e.g. ``NTK-aware``."""
     reference: ClassVar[str]
     """Where the method was published."""
+    untrained_factor: ClassVar[float | None] = None
+    """Largest factor at which perplexity without training, published or measured for the README, stays within a quarter
+    of that at the trained length: 1 if at none, infinite by the method's definition, None if nobody has shown it."""
+    evidence: ClassVar[str] = "no figures without training are published or were measured here"
+    """What that rests on, in one line with its source."""
 
     name: str
     factor: Number | None = Field(

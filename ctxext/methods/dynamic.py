@@ -122,6 +122,10 @@ class DynamicNTK(Dynamic):
 
     title: ClassVar[str] = "Dynamic NTK"
     reference: ClassVar[str] = "https://arxiv.org/abs/2309.00071"
+    untrained_factor: ClassVar[float | None] = 2.0
+    evidence: ClassVar[str] = (
+        "SmolLM2-135M reads on at 2 times (README); LLaMA-2-7B, one scale for all: 26.1 at 4 times (2402.17463)"
+    )
 
     name: Literal["dynamic_ntk"] = "dynamic_ntk"
 
@@ -143,6 +147,8 @@ class DynamicYaRN(Dynamic):
 
     title: ClassVar[str] = "Dynamic YaRN"
     reference: ClassVar[str] = "https://arxiv.org/abs/2309.00071"
+    untrained_factor: ClassVar[float | None] = 2.0
+    evidence: ClassVar[str] = "SmolLM2-135M reads on at 2 times (README); its authors claim more than 2 (2309.00071)"
 
     name: Literal["dynamic_yarn"] = "dynamic_yarn"
     beta_fast: Number = Field(32.0, gt=0, description="Turns within the trained length above which nothing changes.")

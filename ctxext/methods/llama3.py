@@ -30,6 +30,7 @@ class Llama3(Method):
 
     title: ClassVar[str] = "Llama 3"
     reference: ClassVar[str] = "https://arxiv.org/abs/2407.21783"
+    evidence: ClassVar[str] = "published with training on long text (2407.21783); no figures without"
 
     name: Literal["llama3"] = "llama3"
     low_freq_factor: Number = Field(

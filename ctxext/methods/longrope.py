@@ -28,6 +28,8 @@ class LongRoPE(Method):
 
     title: ClassVar[str] = "LongRoPE"
     reference: ClassVar[str] = "https://arxiv.org/abs/2402.13753"
+    untrained_factor: ClassVar[float | None] = 8.0
+    evidence: ClassVar[str] = "8 times without training, with factors found by search for that very model (2402.13753)"
 
     name: Literal["longrope"] = "longrope"
     long_factor: tuple[Annotated[Number, Field(gt=0)], ...] = Field(

@@ -27,6 +27,7 @@ class RopeTheta(Method):
 
     title: ClassVar[str] = "Base change"
     reference: ClassVar[str] = "https://arxiv.org/abs/2309.16039"
+    evidence: ClassVar[str] = "published as the start of training on long text (2309.16039); no figures without"
 
     name: Literal["rope_theta"] = "rope_theta"
     rope_theta: Number = Field(gt=1, description="The new base, e.g. 1e6.")

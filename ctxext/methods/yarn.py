@@ -35,6 +35,10 @@ class YaRN(Method):
 
     title: ClassVar[str] = "YaRN"
     reference: ClassVar[str] = "https://arxiv.org/abs/2309.00071"
+    untrained_factor: ClassVar[float | None] = 4.0
+    evidence: ClassVar[str] = (
+        "LLaMA-2-7B: perplexity 7.87 at its length, 8.06 at 2, 9.82 at 4, 11.74 at 8 times (2402.17463)"
+    )
 
     name: Literal["yarn"] = "yarn"
     beta_fast: Number = Field(32.0, gt=0, description="Turns within the trained length above which nothing changes.")
