@@ -368,8 +368,10 @@ def _longest(held: Callable[[Input], Memory], given: Input, capacity: int) -> in
 
 
 def _settings(method: Method) -> dict[str, Any]:
-    """Those that differ from the defaults."""
-    return {"name": method.name, **method.model_dump(mode="json", exclude_none=True, exclude_defaults=True)}
+    """The name, and what differs from the defaults."""
+    values = method.model_dump(mode="json", exclude_none=True)
+    fields = type(method).model_fields
+    return {key: value for key, value in values.items() if key == "name" or getattr(method, key) != fields[key].default}
 
 
 def _notes(config: Any, found: Sizes, method: Method | None, reach: int, *, lora_rank: int, bf16: bool) -> list[str]:

@@ -236,6 +236,11 @@ def test_settings_of_a_file_are_kept_and_its_lengths_checked(run: Run, tmp_path:
     assert result.err.count("\n") == 1
 
 
+def test_a_method_inside_another_is_written_whole() -> None:
+    plan = make_plan("m", tiny.config(), 300, ctxext.DCA(frequencies=ctxext.NTK(factor=2)))
+    assert plan.method == {"name": "dca", "max_position_embeddings": 300, "frequencies": {"name": "ntk", "factor": 2.0}}
+
+
 class Half(ctxext.PI):
     """A user's own method."""
 
