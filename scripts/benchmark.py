@@ -339,7 +339,7 @@ def planned_pass(label: str, length: int, dtype: str, device: str | None) -> Cal
 def _fill_and_decode(model: Any, tokens: torch.Tensor) -> None:
     """A cache that is filled in small pieces, so that it is what takes the memory, and one more token."""
     cache = DynamicCache(config=model.config)
-    for piece in tokens.split(64, dim=1):
+    for piece in tokens.split(256, dim=1):
         _decode(model, cache, piece, steps=1)
     _decode(model, cache, tokens[:, :1], steps=1)
 

@@ -27,6 +27,11 @@ def _short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SLICE_LOGITS", 2**14)
 
 
+def skip_old_experts(family: str) -> None:
+    if ("moe" in family or family == "mixtral") and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("earlier releases hold more while they sort tokens by expert")
+
+
 def live(model: Any, ids: torch.Tensor, run: Any) -> int:
     tensors = [ids, *model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
@@ -47,6 +52,7 @@ def given(batch: int, dtype: torch.dtype) -> memory.Input:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_inference_holds_what_is_foreseen(family: str, dtype: torch.dtype) -> None:
+    skip_old_experts(family)
     model = tiny.model(family, **SHAPE).to(dtype)
     ids = tiny.tokens(LENGTH, batch=2)
     sizes = memory.sizes(model)
@@ -62,6 +68,7 @@ def test_inference_holds_what_is_foreseen(family: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("kind", ["float32", "bf16", "LoRA", "LoRA in bf16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2_moe", "mixtral"])
 def test_a_training_step_holds_what_is_foreseen(family: str, kind: str, checkpointing: bool, labels: bool) -> None:
+    skip_old_experts(family)
     bf16, rank = "bf16" in kind, RANK if "LoRA" in kind else 0
     dtype = torch.bfloat16 if kind == "LoRA in bf16" else torch.float32
     base = tiny.model(family, **SHAPE).to(dtype).train()
