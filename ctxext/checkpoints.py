@@ -123,7 +123,7 @@ class Checkpoints:
             if is_main_process():
                 free = shutil.disk_usage(self.folder).free
                 if free < size:
-                    raise OSError(f"it takes {size / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free")
+                    raise OSError(f"it takes {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free")
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
             wait_for_everyone()
