@@ -320,7 +320,9 @@ def planned_pass(label: str, length: int, dtype: str, device: str | None) -> Cal
     if label == "all logits":
         return lambda: model(tokens)
     if label == "decode":
-        return lambda: _fill_and_decode(model, tokens)
+        shape = (1, model.config.num_key_value_heads, length, model.config.head_dim)
+        keys = torch.randn(shape, dtype=model.dtype, device=model.device)
+        return lambda: _decode_after(model, keys)
     model.train()
     if "checkpointing" in label:
         # Transformers renamed it during 5.x.
@@ -336,12 +338,12 @@ def planned_pass(label: str, length: int, dtype: str, device: str | None) -> Cal
     return lambda: _train(whole, model, tokens, autocast=dtype == "bfloat16", sliced="labels" not in label)
 
 
-def _fill_and_decode(model: Any, tokens: torch.Tensor) -> None:
-    """A cache that is filled in small pieces, so that it is what takes the memory, and one more token."""
+def _decode_after(model: Any, keys: torch.Tensor) -> None:
+    """One token with a cache that appears at once, so that nothing else takes memory."""
     cache = DynamicCache(config=model.config)
-    for piece in tokens.split(256, dim=1):
-        _decode(model, cache, piece, steps=1)
-    _decode(model, cache, tokens[:, :1], steps=1)
+    for layer in range(model.config.num_hidden_layers):
+        cache.update(keys, keys, layer)
+    _decode(model, cache, torch.zeros(1, 1, dtype=torch.int64, device=model.device), steps=1)
 
 
 @torch.enable_grad()

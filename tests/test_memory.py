@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from live import LiveBytes
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 

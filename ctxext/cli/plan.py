@@ -64,7 +64,7 @@ def plan(
 def _print(found: Plan) -> None:
     from rich.console import Console
 
-    console = Console()
+    console = Console(width=max(Console().width, 100))
 
     def line(text: str = "") -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -103,8 +103,8 @@ def _memory_table(found: Plan) -> Any:
     heads = ("weights", "states", "cache", "activ.", "logits", "total")
     last = () if found.capacity is None else ("fits", "longest")
     table = Table("", *heads, *last, box=None, pad_edge=False)
-    table.columns[0].no_wrap = True
     for column in table.columns[1:]:
+        column.no_wrap = True
         column.justify = "right"
     for one in found.passes:
         cells = [f"{getattr(one.memory, column) / 1e9:.2f}" for column in columns]
