@@ -230,6 +230,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_spread_weights_train_and_resume_as_whole_ones(run: Run, config: Path, tmp_path: Path, lora: bool) -> None:
     changes = ["-s", "finetune.lora={rank: 4, trainable: [norm]}"] if lora else []
