@@ -50,10 +50,10 @@ FAULTS = (
     ),
     Fault("a plan forgets cached values", "ctxext/memory.py", "return 2 * model.key", "return model.key", PLANS),
     Fault(
-        "a plan forgets what autocast copies",
+        "a plan forgets the layer that checkpointing computes again",
         "ctxext/memory.py",
-        "held += 0 if checkpointing else copies",
-        "held += 0",
+        "again = max(dense, sparse) if checkpointing else 0",
+        "again = 0",
         PLANS,
     ),
     Fault("YaRN's ramp runs the other way", "ctxext/methods/yarn.py", "kept = 1 - (", "kept = 0 + (", CORE),
