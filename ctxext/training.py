@@ -414,11 +414,13 @@ def _trainable(model: Any, settings: FinetuneSection) -> Any:
 
 @contextmanager
 def own_state() -> Iterator[None]:
-    """Leave accelerate's global state as it was found, so that another run in this process can have other settings."""
-    theirs = bool(AcceleratorState._shared_state)
+    """Leave accelerate's global state as it was found: other runs in this process may have other settings."""
+    before = [(state, dict(state._shared_state)) for state in (AcceleratorState, GradientState)]
     try:
+        for state, _ in before:
+            state._reset_state()
         yield
     finally:
-        if not theirs:
-            AcceleratorState._reset_state()
-            GradientState._reset_state()
+        for state, values in before:
+            state._reset_state()
+            state._shared_state.update(values)

@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 
 import tiny
 from command_line import Ran, Run
@@ -21,8 +22,12 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded() -> Iterator[None]:
+    """The same random numbers for each test, and nothing of what accelerate remembers of the one before."""
     torch.manual_seed(0)
+    yield
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
 
 
 @pytest.fixture

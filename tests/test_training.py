@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from finetunes import SETTINGS, documents, load, losses, train
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -409,6 +410,13 @@ def test_checkpoints_of_another_model_are_refused(checkpoint: Path, tmp_path: Pa
         train(checkpoint, tmp_path / "run", report=stop_at(3))
     with pytest.raises(CtxextError, match="holds other weights than those that are trained now"):
         train(checkpoint, tmp_path / "run", resume=True, lora={"rank": 2})
+
+
+def test_another_program_in_this_process_keeps_its_own_settings(checkpoint: Path, tmp_path: Path) -> None:
+    theirs = Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=3)
+    train(checkpoint, tmp_path / "run", precision="bf16", steps=1)
+    assert (theirs.mixed_precision, theirs.gradient_accumulation_steps) == ("no", 3)
+    assert Accelerator(cpu=True, mixed_precision="no").state is not None
 
 
 def test_training_leaves_accelerate_ready_for_another_recipe(checkpoint: Path, tmp_path: Path) -> None:
