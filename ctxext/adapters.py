@@ -20,7 +20,7 @@ from torch import nn
 from ctxext import __version__
 from ctxext.config import parse_method
 from ctxext.errors import CtxextError, ModelLoadError
-from ctxext.evaluation.files import new_folder
+from ctxext.files import new_folder
 from ctxext.inspection import Inspection, inspect
 from ctxext.methods import METHODS, Method
 from ctxext.models import explain, is_adapter, looks_like_path, recorded_method

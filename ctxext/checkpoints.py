@@ -22,12 +22,14 @@ from safetensors.torch import load_file, save_file
 
 from ctxext.blocks import Place
 from ctxext.errors import CtxextError
-from ctxext.evaluation.files import plain, write_bytes, write_json
+from ctxext.files import plain, write_bytes, write_json
 from ctxext.folder import SETTINGS, RunFolder, read_json
 from ctxext.processes import is_main_process, wait_for_everyone
 
 LOG, PROGRESS, WEIGHTS = "log.jsonl", "progress.json", "trained.safetensors"
 RESULTS = ("model", "adapter")
+_UNFINISHED = (".*.tmp", ".*.old")
+"""What a killed process may leave of a folder that it was about to write (here, and in files.py)."""
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 """Where each process holds a part of the weights only."""
 
@@ -44,7 +46,7 @@ class Checkpoints:
         self._claim: RunFolder | None = None
         if is_main_process():
             self._claim = RunFolder(
-                folder, resume=resume, overwrite=overwrite, begun=_begun, clear=_clear, unfinished=(".*.tmp",)
+                folder, resume=resume, overwrite=overwrite, begun=_begun, clear=_clear, unfinished=_UNFINISHED
             )
 
     def begin(self, settings: Mapping[str, Any]) -> None:
@@ -211,8 +213,9 @@ def _clear(folder: Path) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    for path in folder.glob(".*.tmp"):
-        _remove(path)
+    for pattern in _UNFINISHED:
+        for path in folder.glob(pattern):
+            _remove(path)
 
 
 def _remove(path: Path) -> None:

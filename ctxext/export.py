@@ -21,8 +21,8 @@ from ctxext.adapters import save_adapter as save_adapter
 from ctxext.config import load_method
 from ctxext.engines import Engine, RopeFormat, Target, commands, written
 from ctxext.errors import ConfigError, nearest
-from ctxext.evaluation.files import check_new_folder, new_folder
 from ctxext.families import extension_record
+from ctxext.files import check_new_folder, new_folder
 from ctxext.models import BUILTIN_MODELS, find_local, is_adapter, load_model, load_skeleton, model_id
 from ctxext.patching import active_patch, unwrap
 

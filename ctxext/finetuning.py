@@ -14,12 +14,12 @@ import yaml
 from ctxext.adapters import save_adapter
 from ctxext.checkpoints import SHARDED, Checkpoints
 from ctxext.config import Config
-from ctxext.data import Document, dataset_id, load_documents, tokenize, without_overlap
+from ctxext.data import Document, dataset_id, tokenize, without_overlap
 from ctxext.errors import ConfigError
 from ctxext.evaluation.perplexity import check_arguments
 from ctxext.evaluation.results import tokenizer_fingerprint, versions, weights_fingerprint
 from ctxext.evaluation.runs import Run
-from ctxext.evaluation.tasks import perplexity_arguments, prepare
+from ctxext.evaluation.tasks import perplexity_arguments, prepare, section_documents
 from ctxext.export import model_card, write_checkpoint
 from ctxext.inspection import inspect
 from ctxext.models import model_id
@@ -67,10 +67,11 @@ def finetune(
     """
     settings = configuration.finetune
     read = _training_data(configuration)
-    prepared = prepare("perplexity", configuration) if configuration.perplexity.length else None
+    section = configuration.perplexity
+    prepared = prepare("perplexity", configuration) if section.length or section.window else None
     if settings.evaluate_every is not None and prepared is None:
         raise ConfigError(
-            "finetune.evaluate_every: nothing to evaluate; give perplexity.length (and dataset) in the file"
+            "finetune.evaluate_every: nothing to evaluate; give perplexity.length (or window) and dataset in the file"
         )
     checkpoints = Checkpoints(output, resume=resume, overwrite=overwrite, keep=settings.keep)
     result = output / ("adapter" if settings.lora is not None and not settings.lora.merge else "model")
@@ -80,7 +81,8 @@ def finetune(
         everything, read = read, lambda: without_overlap(everything(), held_out)
     run_settings = _run_settings(configuration, model, tokenizer)
     try:
-        checkpoints.begin(run_settings)
+        if not dry_run:
+            checkpoints.begin(run_settings)
         with own_state():
             sharded = False
 
@@ -112,16 +114,10 @@ def _training_data(configuration: Config) -> Callable[[], Iterator[Document]]:
     if settings.dataset is None:
         raise ConfigError("no data; give --dataset, or finetune.dataset in the file")
 
+    dataset = settings.dataset
+
     def read() -> Iterator[Document]:
-        assert settings.dataset is not None  # see above
-        return load_documents(
-            settings.dataset,
-            config_name=settings.config_name,
-            split=settings.split,
-            text_column=settings.text_column,
-            revision=settings.dataset_revision,
-            for_training=True,
-        )
+        return section_documents(settings, dataset, for_training=True)
 
     read()  # a data set that isn't there should not wait for the weights
     return read
@@ -131,14 +127,7 @@ def _held_out(configuration: Config, tokenizer: PreTrainedTokenizerBase) -> Iter
     """The documents that evaluations read."""
     section, kept = configuration.perplexity, 0
     least = check_arguments(**perplexity_arguments(section)).min_tokens
-    documents = load_documents(
-        section.dataset,
-        config_name=section.config_name,
-        split=section.split,
-        text_column=section.text_column,
-        revision=section.dataset_revision,
-    )
-    for document in documents:
+    for document in section_documents(section, section.dataset):
         yield document
         kept += len(tokenize(tokenizer, document.text)) >= least
         if kept == section.max_documents:

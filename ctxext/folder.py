@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ctxext.errors import ConfigError
-from ctxext.evaluation.files import plain, write_json
+from ctxext.files import plain, write_json
 
 SETTINGS, LOCK = "run.json", ".lock"
 

@@ -108,7 +108,8 @@ class Finetune:
         read: gives the training documents, the same each time.
         settings: the recipe.
         checkpoints: keeps the state of the run; begun.
-        evaluate: rows of an evaluation of the model, each with ``length`` and ``nll``.
+        evaluate: rows of an evaluation of the model, each with ``length`` and ``nll``. It runs in the precision of
+            training: with bf16 its figures are rounded otherwise than those of the saved fp32 weights.
 
     Raises:
         ConfigError: settings that contradict each other or the model.
@@ -219,6 +220,11 @@ class Finetune:
         """Start, or go on from the last checkpoint."""
         progress = self.checkpoints.load(self.accelerator, self.root)
         self.step, self.tokens = int(progress.get("step", 0)), int(progress.get("tokens", 0))
+        if self.step > self.settings.steps:
+            raise ConfigError(
+                f"steps {self.settings.steps}: the run in {self.checkpoints.folder} has done {self.step} already; give "
+                "more, or another folder"
+            )
         self.blocks = Blocks(self._read, self._tokenizer, self._packing, progress.get("place"))
         if self.settings.trackers:
             self.accelerator.init_trackers("ctxext")
@@ -296,7 +302,7 @@ class Finetune:
         self.root.eval()
         with torch.no_grad():
             rows = self.root(self._evaluate)
-        self._note({"step": self.step, "evaluation": rows}, report)
+        self._note({"step": self.step, "evaluation": rows, "precision": self.settings.precision}, report)
 
     def _note(self, entry: dict[str, Any], report: Report) -> None:
         if self.accelerator.is_main_process:

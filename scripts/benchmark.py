@@ -32,9 +32,9 @@ import ctxext
 from ctxext import memory
 from ctxext.attention import engine
 from ctxext.data import load_documents, tokenize
-from ctxext.evaluation.files import write_json
 from ctxext.evaluation.passkey import evaluate_passkey
 from ctxext.evaluation.perplexity import evaluate_perplexity
+from ctxext.files import write_json
 from ctxext.loss import summed_loss
 from ctxext.models import read_config
 from ctxext.planning import meta_model, ways

@@ -20,10 +20,10 @@ from rich.table import Table
 
 import ctxext
 from ctxext.data import load_documents
-from ctxext.evaluation.files import write_json
 from ctxext.evaluation.passkey import evaluate_passkey
 from ctxext.evaluation.perplexity import evaluate_perplexity
 from ctxext.evaluation.results import result_record
+from ctxext.files import write_json
 from ctxext.plotting import plot_comparison
 
 MODEL = "builtin:smollm2-135m"

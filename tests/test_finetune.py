@@ -109,11 +109,45 @@ def test_a_finished_run_that_is_resumed_with_more_steps_goes_on(run: Run, config
     assert losses(read_log(tmp_path / "run")) == losses(read_log(tmp_path / "whole"))
 
 
+def test_a_run_that_has_gone_further_is_not_taken_for_a_shorter_one(run: Run, config: Path, tmp_path: Path) -> None:
+    run("finetune", "-c", config, "-o", tmp_path / "run")
+    before = (tmp_path / "run" / "model" / "README.md").read_bytes()
+    ran = run("finetune", "-c", config, "-o", tmp_path / "run", "--steps", "4", "--resume")
+    assert (ran.status, "steps 4: the run in" in ran.err) == (2, True)
+    assert (tmp_path / "run" / "model" / "README.md").read_bytes() == before
+    assert len(losses(read_log(tmp_path / "run"))) == 6
+
+
+def test_evaluations_by_window_are_run_too(run: Run, config: Path, tmp_path: Path) -> None:
+    changes = ["protocol=sliding", "length=[]", "window=64"]
+    settings = [part for change in changes for part in ("-s", f"perplexity.{change}")]
+    assert run("finetune", "-c", config, "-o", tmp_path / "run", *settings).status == 0
+    assert [len(rows) for rows in perplexities(read_log(tmp_path / "run"))] == [1, 1]
+
+
+def test_evaluations_in_bf16_say_so_and_are_near_those_of_the_saved_weights(
+    run: Run, config: Path, tmp_path: Path
+) -> None:
+    run("finetune", "-c", config, "-o", tmp_path / "run", "-s", "finetune.precision=bf16")
+    log = read_log(tmp_path / "run")
+    assert {entry["precision"] for entry in log if "evaluation" in entry} == {"bf16"}
+    arguments = ["--dataset", tmp_path / "held-out.jsonl", "--length", 256, "--json"]
+    saved = json.loads(run("eval", "perplexity", "-m", tmp_path / "run" / "model", *arguments).out)["rows"][0]["nll"]
+    assert perplexities(log)[-1][1] == pytest.approx(saved, abs=0.05)
+
+
 def test_a_dry_run_writes_nothing(run: Run, config: Path, tmp_path: Path) -> None:
     ran = run("finetune", "-c", config, "-o", tmp_path / "run", "--dry-run")
     assert ran.status == 0
     assert "6 steps of 2 blocks" in ran.out
-    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"run.json"}
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_dry_run_removes_nothing(run: Run, config: Path, tmp_path: Path) -> None:
+    run("finetune", "-c", config, "-o", tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert run("finetune", "-c", config, "-o", tmp_path / "run", "--dry-run", "--overwrite").status == 0
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(

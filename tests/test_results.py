@@ -17,10 +17,10 @@ import torch
 
 import tiny
 from ctxext.errors import ConfigError
-from ctxext.evaluation.files import write_json
 from ctxext.evaluation.passkey import PasskeyResult
 from ctxext.evaluation.perplexity import PerplexityResult
 from ctxext.evaluation.results import result_record
+from ctxext.files import write_json
 
 
 class Tokenizer:

@@ -76,7 +76,7 @@ def report(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write instead of printing.")] = None,
 ) -> None:
     """Tables of results, or one HTML page with their pictures."""
-    from ctxext.evaluation.files import write_bytes
+    from ctxext.files import write_bytes
     from ctxext.reporting import report as make
 
     text = make(runs, form)
@@ -180,7 +180,7 @@ def _check_folder(wanted: options.Results) -> None:
 
 def _write(compared: dict[str, Any], folder: Path) -> None:
     from ctxext.errors import CtxextError
-    from ctxext.evaluation.files import write_bytes, write_json
+    from ctxext.files import write_bytes, write_json
     from ctxext.plotting import plot_compared
     from ctxext.reporting import comparison_table, html_report
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ctxext.errors import CtxextError
-from ctxext.evaluation.files import write_bytes
+from ctxext.files import write_bytes
 
 
 def write_artefacts(record: Mapping[str, Any], folder: Path) -> list[str]:

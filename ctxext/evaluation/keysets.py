@@ -20,8 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ctxext.data import Document
 from ctxext.errors import ConfigError, DataError, nearest
-from ctxext.evaluation.files import write_json
 from ctxext.evaluation.runs import KEYS
+from ctxext.files import write_json
 
 FORMAT, VERSION = "ctxext key set", 1
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ctxext.evaluation.files import plain
 from ctxext.evaluation.scoring import bare_model
+from ctxext.files import plain
 
 SCHEMA_VERSION = 1
 

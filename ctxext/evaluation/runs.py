@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctxext.errors import ConfigError, CtxextError
-from ctxext.evaluation.files import plain, write_bytes, write_json
+from ctxext.files import plain, write_bytes, write_json
 from ctxext.folder import SETTINGS, RunFolder, read_json
 from ctxext.processes import is_main_process, process_count, process_index, wait_for_everyone
 

@@ -241,6 +241,18 @@ _PREPARE: dict[str, Callable[[Any], Prepared]] = {
 }
 
 
+def section_documents(section: Any, dataset: str, *, for_training: bool = False) -> Iterator[Document]:
+    """The documents of ``dataset`` as a section with text reads them; arguments and errors of ``load_documents``."""
+    return load_documents(
+        dataset,
+        config_name=section.config_name,
+        split=section.split,
+        text_column=section.text_column,
+        revision=section.dataset_revision,
+        for_training=for_training,
+    )
+
+
 class _Documents:
     """The documents of a section, found at once, read as often as they are wanted."""
 
@@ -253,14 +265,7 @@ class _Documents:
         return found
 
     def _load(self) -> Iterator[Document]:
-        section = self._section
-        return load_documents(
-            section.dataset,
-            config_name=section.config_name,
-            split=section.split,
-            text_column=section.text_column,
-            revision=section.dataset_revision,
-        )
+        return section_documents(self._section, self._section.dataset)
 
 
 def _filler(dataset: str, longest: int) -> Filler:
