@@ -1,7 +1,8 @@
 """Extend the models that other programs load: in a ``with`` block, or in a program and all Pythons that it starts.
 
 For the time being ``PreTrainedModel.from_pretrained``, which every model class of Transformers inherits, is another
-function: it calls the original and puts the method on what that returns. Nowhere else in ctxext is a class changed.
+function: it calls the original and puts the method on what that returns. So are the two ``load_adapter`` of PEFT and
+Transformers: they refuse an adapter that was trained under another method. Nowhere else in ctxext is a class changed.
 
 Reached are models that come out of ``from_pretrained``: of the Auto classes, concrete and remote ones, with any dtype,
 device map, quantisation or GGUF file, inside PEFT's Auto classes and pipelines. Out of reach are models that were
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -66,7 +68,7 @@ def autopatch(
     method = load_method(method)
     with _record() as (record, file):
         extend = functools.partial(_extend, method=method, replace_scaling=replace_scaling, record=record)
-        replacement = _Replacement(PreTrainedModel, extend)
+        replacement = _Replacement(PreTrainedModel, extend, _AdapterGuard(method))
         try:
             yield
         finally:
@@ -111,10 +113,63 @@ def _open_existing(path: str, flags: int) -> int:
     return os.open(path, flags & ~os.O_CREAT)
 
 
+class _AdapterGuard:
+    """Refuses adapters that were trained under another method than the one that their base model is loaded with.
+
+    For the time being the two ``load_adapter`` through which PEFT and Transformers read them are other functions too.
+    """
+
+    def __init__(self, method: Method | Mapping[str, Any]) -> None:
+        self._method = method
+        self._watched: list[tuple[Any, Any, Any]] = []
+
+    def install(self) -> None:
+        """Watch, from the first model on: PEFT can't be imported while it imports Transformers itself."""
+        if self._watched or importlib.util.find_spec("peft") is None:
+            return
+        from peft import PeftModel
+        from transformers.integrations import PeftAdapterMixin
+
+        owners: tuple[Any, ...] = (PeftModel, PeftAdapterMixin)
+        for owner in owners:
+            original = vars(owner)["load_adapter"]
+            replacement = self._checked(original)
+            owner.load_adapter = replacement
+            self._watched.append((owner, original, replacement))
+
+    def remove(self) -> None:
+        """Put the originals back, where nothing else has taken their place."""
+        for owner, original, replacement in self._watched:
+            if vars(owner)["load_adapter"] is replacement:
+                owner.load_adapter = original
+        self._watched.clear()
+
+    def _checked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_adapter(model: Any, *args: Any, **options: Any) -> Any:
+            source = args[0] if args else options.get("model_id", options.get("peft_model_id"))
+            if source is not None and self._watched:
+                self._check(Path(os.path.expanduser(str(source))))
+            return original(model, *args, **options)
+
+        return load_adapter
+
+    def _check(self, folder: Path) -> None:
+        """Raise ModelLoadError unless the adapter was trained under the method, or says nothing of any."""
+        from ctxext.adapters import RECORD
+        from ctxext.config import load_method
+        from ctxext.models import load_skeleton
+
+        if (folder / RECORD).is_file():
+            load_skeleton(str(folder), load_method(self._method))
+
+
 class _Replacement(classmethod):  # type: ignore[type-arg]
     """A class's ``from_pretrained`` for a while: calls the original, then ``extend`` with the model and the options."""
 
-    def __init__(self, model_class: Any, extend: Callable[[Any, Mapping[str, Any]], None]) -> None:
+    def __init__(
+        self, model_class: Any, extend: Callable[[Any, Mapping[str, Any]], None], guard: _AdapterGuard
+    ) -> None:
         with _LOCK:
             original = vars(model_class)["from_pretrained"]
             if isinstance(original, _Replacement):
@@ -123,6 +178,8 @@ class _Replacement(classmethod):  # type: ignore[type-arg]
             @functools.wraps(original.__func__)
             def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
                 wanted = not self._removed
+                if wanted:
+                    guard.install()
                 result = original.__get__(None, cls)(*args, **options)
                 if wanted:
                     extend(result[0] if isinstance(result, tuple) else result, options)
@@ -130,12 +187,14 @@ class _Replacement(classmethod):  # type: ignore[type-arg]
 
             super().__init__(from_pretrained)
             self._model_class, self._original, self._removed = model_class, original, False
+            self._guard = guard
             model_class.from_pretrained = self
 
     def remove(self) -> None:
         """Put the original back; where another program has wrapped this one since, only pass on to the original."""
         with _LOCK:
             self._removed = True
+            self._guard.remove()
             if vars(self._model_class)["from_pretrained"] is self:
                 self._model_class.from_pretrained = self._original
 
@@ -274,7 +333,7 @@ def start(model_class: type[PreTrainedModel], settings: str) -> None:
     """Extend all models that this process loads, as :func:`run_program` asks in the environment."""
     given = json.loads(settings)
     given["record"] = _Record(given["record"])
-    _Replacement(model_class, functools.partial(_extend, **given))
+    _Replacement(model_class, functools.partial(_extend, **given), _AdapterGuard(given["method"]))
 
 
 def _arguments(command: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import yaml
@@ -28,12 +29,14 @@ from transformers import (
     PreTrainedModel,
     pipeline,
 )
+from transformers.integrations import PeftAdapterMixin
 
 import ctxext
 import patches
 import tiny
+from ctxext.adapters import save_adapter
 from ctxext.cli import main
-from ctxext.errors import ConfigError, PatchError, UnsupportedModelError
+from ctxext.errors import ConfigError, ModelLoadError, PatchError, UnsupportedModelError
 
 ROOT = Path(__file__).parent.parent
 YARN = {"name": "yarn", "factor": 4}
@@ -682,3 +685,56 @@ def test_the_harness_on_the_command_line_gives_the_answers_of_a_model_patched_by
     expected = evaluate(task, harness.HFLM(by_hand(checkpoint), tokenizer=AutoTokenizer.from_pretrained(checkpoint)))
     for sample, wanted in zip(found, answers(expected), strict=True):
         assert [float(score) for score, _ in sample["filtered_resps"]] == [score for score, _ in wanted]
+
+
+ADAPTER_READERS = {
+    "transformers": lambda folder, base: AutoModelForCausalLM.from_pretrained(folder),
+    "auto peft": lambda folder, base: peft.AutoPeftModelForCausalLM.from_pretrained(folder),
+    "peft": lambda folder, base: peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder),
+    "later": lambda folder, base: AutoModelForCausalLM.from_pretrained(base).load_adapter(folder),
+}
+
+
+@pytest.fixture
+def adapter(checkpoint: Path, tmp_path: Path) -> Path:
+    """One that was trained under YaRN."""
+    model, _ = ctxext.load_model(str(checkpoint), tiny.METHODS["yarn"], device="cpu")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    save_adapter(wrapped, tmp_path / "adapter", base=str(checkpoint))
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize("reader", ADAPTER_READERS)
+def test_an_adapter_of_another_method_is_refused(checkpoint: Path, adapter: Path, reader: str) -> None:
+    with pytest.raises(ModelLoadError, match="was trained under YaRN"), ctxext.autopatch(tiny.METHODS["pi"]):
+        ADAPTER_READERS[reader](str(adapter), str(checkpoint))
+
+
+@pytest.mark.parametrize("reader", ["transformers", "auto peft", "peft"])
+def test_an_adapter_of_the_same_method_reads_as_ctxext_loads_it(checkpoint: Path, adapter: Path, reader: str) -> None:
+    ids = tiny.tokens(100)
+    expected = tiny.logits(ctxext.load_model(str(adapter), device="cpu")[0], ids)
+    with ctxext.autopatch(tiny.METHODS["yarn"]):
+        model = ADAPTER_READERS[reader](str(adapter), str(checkpoint)).eval()
+    assert torch.equal(tiny.logits(model, ids), expected)
+
+
+def test_adapters_are_read_as_ever_after_the_block(checkpoint: Path, adapter: Path) -> None:
+    owners = (peft.PeftModel, PeftAdapterMixin)
+    before = [vars(owner)["load_adapter"] for owner in owners]
+    with ctxext.autopatch(tiny.METHODS["yarn"]):
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+        assert [vars(owner)["load_adapter"] for owner in owners] != before
+    assert [vars(owner)["load_adapter"] for owner in owners] == before
+
+
+@pytest.mark.slow
+def test_a_program_that_reads_an_adapter_of_another_method_fails(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "pi.yaml").write_text("method: {name: pi, factor: 4}\n")
+    (tmp_path / "program.py").write_text(
+        "import sys, peft\npeft.AutoPeftModelForCausalLM.from_pretrained(sys.argv[1])\n"
+    )
+    command = ["-m", "ctxext", "run", "--config", tmp_path / "pi.yaml", "--", tmp_path / "program.py", adapter]
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "was trained under YaRN" in done.stderr
