@@ -128,7 +128,7 @@ class _AdapterGuard:
         if self._watched or importlib.util.find_spec("peft") is None:
             return
         from peft import PeftModel
-        from transformers.integrations import PeftAdapterMixin
+        from transformers.integrations.peft import PeftAdapterMixin
 
         owners: tuple[Any, ...] = (PeftModel, PeftAdapterMixin)
         for owner in owners:

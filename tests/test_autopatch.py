@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedModel,
     pipeline,
 )
-from transformers.integrations import PeftAdapterMixin
+from transformers.integrations.peft import PeftAdapterMixin
 
 import ctxext
 import patches
