@@ -86,11 +86,11 @@ def test_the_older_form_has_the_keys_that_older_engines_read(base: str, tmp_path
 
 
 @pytest.mark.parametrize("rope_format", FORMATS)
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+# A rope_theta checkpoint can't be extended by name again: how far it was trained with its new base is nowhere recorded.
+@pytest.mark.parametrize(
+    ("method", "named"), [(m, n) for m in METHODS for n in (False, True) if (m, n) != ("rope_theta", True)]
+)
 def test_exporting_again_changes_nothing(method: str, named: bool, rope_format: Any, base: str, tmp_path: Path) -> None:
-    if named and method == "rope_theta":
-        pytest.skip("how far the model was trained with its new base is nowhere recorded")
     export(base, tiny.METHODS[method], tmp_path / "once", rope_format=rope_format)
     again = tiny.METHODS[method] if named else None
     export(str(tmp_path / "once"), again, tmp_path / "twice", rope_format=rope_format)
