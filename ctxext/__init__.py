@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ctxext.attention.streaming import StreamingCache as StreamingCache
     from ctxext.autopatching import autopatch as autopatch
     from ctxext.config import load_config as load_config
     from ctxext.errors import ConfigError as ConfigError
@@ -26,10 +27,14 @@ if TYPE_CHECKING:
     from ctxext.methods import DynamicNTK as DynamicNTK
     from ctxext.methods import DynamicYaRN as DynamicYaRN
     from ctxext.methods import Llama3 as Llama3
+    from ctxext.methods import LMInfinite as LMInfinite
     from ctxext.methods import LongRoPE as LongRoPE
     from ctxext.methods import Method as Method
     from ctxext.methods import NTKByParts as NTKByParts
+    from ctxext.methods import ReRoPE as ReRoPE
     from ctxext.methods import RopeTheta as RopeTheta
+    from ctxext.methods import SelfExtend as SelfExtend
+    from ctxext.methods import StreamingLLM as StreamingLLM
     from ctxext.methods import YaRN as YaRN
     from ctxext.models import load_model as load_model
     from ctxext.patching import Patch as Patch
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     from ctxext.rope import RopeSpec as RopeSpec
 
 _EXPORTS = {
+    "ctxext.attention.streaming": ("StreamingCache",),
     "ctxext.autopatching": ("autopatch",),
     "ctxext.config": ("load_config",),
     "ctxext.errors": (
@@ -56,11 +62,15 @@ _EXPORTS = {
         "PI",
         "DynamicNTK",
         "DynamicYaRN",
+        "LMInfinite",
         "Llama3",
         "LongRoPE",
         "Method",
         "NTKByParts",
+        "ReRoPE",
         "RopeTheta",
+        "SelfExtend",
+        "StreamingLLM",
         "YaRN",
     ),
     "ctxext.models": ("load_model",),

@@ -24,7 +24,7 @@ from ctxext.attention.engine import rotate
 from ctxext.attention.interface import NAME, Planner, positions_to_probe
 from ctxext.attention.partition import Partition
 from ctxext.config import load_method
-from ctxext.errors import PatchError, UnsupportedModelError
+from ctxext.errors import ConfigError, PatchError, UnsupportedModelError
 from ctxext.families import (
     Family,
     check_trained_length,
@@ -76,6 +76,8 @@ class Patch:
         self.written = copy.deepcopy(vars(config))
         self.original_rotary = rotary
         self.partition = method.partition(spec)
+        if method.log_n and (self.partition is None or self.partition.log_length is None):
+            raise ConfigError(f"method {method.name}: log_n is not supported; its partition() leaves it out")
         self.planner: Planner | None = None
         period = None
         if self.partition is not None:
@@ -287,13 +289,17 @@ def effective_fingerprint(partition: Partition, trained: int) -> str:
 
     ``trained`` is the trained length in tokens.
 
-    Relative positions as little-endian int64, then frequencies and factors of each query as little-endian fp32, then
-    the attention factor (fp64). A hash of ``inv_freq`` would not tell these methods from the plain model.
+    Relative positions as little-endian int64 (fp64 where they are fractions), which keys are attended to unless it is
+    all up to the query, then frequencies and factors of each query as little-endian fp32, then the attention factor
+    (fp64). A hash of ``inv_freq`` would not tell these methods from the plain model.
     """
     positions = torch.tensor(positions_to_probe(partition, trained), device="cpu")
-    relative = partition.relative_positions(positions, positions).tril()
+    attended = partition.attended(positions, positions)
+    relative = partition.relative_positions(positions, positions).masked_fill(~attended, 0)
     inv_freq, gain = partition.frequencies_at(positions)
-    digest = hashlib.sha256(relative.numpy().astype("<i8").tobytes())
+    digest = hashlib.sha256(relative.numpy().astype("<f8" if relative.is_floating_point() else "<i8").tobytes())
+    if not torch.equal(attended, positions <= positions[:, None]):
+        digest.update(attended.numpy().tobytes())
     for values in (inv_freq, gain):
         digest.update(values.contiguous().numpy().astype("<f4").tobytes())
     digest.update(struct.pack("<d", partition.attention_factor))

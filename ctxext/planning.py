@@ -326,7 +326,7 @@ def _verdict(
 def _keeps_rotated_keys(model: Any, method: Method, replace_scaling: bool) -> bool:
     """Whether the method keeps a second set of keys, rotated for the latest query, beside the cache."""
     partition = method.partition(trained_rope(model.config, method, replace_scaling=replace_scaling))
-    return partition is not None and partition.period == 1
+    return partition is not None and partition.keeps_turned_keys
 
 
 def ways(

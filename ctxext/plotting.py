@@ -53,17 +53,18 @@ def plot_relative_positions(
     length = length or 3 * trained
     points = torch.linspace(0, length - 1, min(length, 600)).round().long()
     relative = partition.relative_positions(points, points).float()
-    relative[points > points[:, None]] = math.nan
+    relative[~partition.attended(points, points)] = math.nan
     image = left.imshow(relative.numpy(), extent=(0, length, length, 0), cmap="viridis", interpolation="nearest")
     figure.colorbar(image, ax=left, label="relative position")
     left.set(xlabel="position of the key", ylabel="position of the query", title="Relative position of every score")
 
     last = points[-1:]
     inv_freq, _ = partition.frequencies_at(last)
-    seen = partition.relative_positions(last, points)[0]
+    seen = partition.relative_positions(last, points)[0].float()
+    seen[~partition.attended(last, points)[0]] = math.nan
     plain = (last - points).float() * partition.inv_freq[-1]
     right.plot((last - points).numpy(), plain.numpy(), color="0.55", linestyle="--", label="without the method")
-    right.plot((last - points).numpy(), (seen.float() * inv_freq[0, -1]).numpy(), color="C0", label="patched")
+    right.plot((last - points).numpy(), (seen * inv_freq[0, -1]).numpy(), color="C0", label="patched")
     right.axhline(trained * float(partition.inv_freq[-1]), color="C2", linewidth=1, label="at the trained length")
     right.set(
         xlabel=f"true distance from the query at position {int(last):,}",

@@ -41,13 +41,39 @@ from ctxext.planning import meta_model, ways
 
 MODEL = "builtin:smollm2-135m"
 DATASET = "builtin:python-docs"
-ATTENTION: dict[str, ctxext.Method] = {"dca": ctxext.DCA(), "dynamic_yarn": ctxext.DynamicYaRN()}
+WINDOW = 4096
+ATTENTION: dict[str, ctxext.Method] = {
+    "dca": ctxext.DCA(),
+    "dynamic_yarn": ctxext.DynamicYaRN(),
+    "self_extend": ctxext.SelfExtend(),
+    "rerope": ctxext.ReRoPE(),
+    "lm_infinite": ctxext.LMInfinite(n_local=WINDOW),
+    "streaming_llm": ctxext.StreamingLLM(window=WINDOW),
+}
+LONG = {"dca": "<= 1.00"}
+ALONE = {
+    "dca": "<= 1.10",
+    "self_extend": "<= 1.25",
+    "rerope": "<= 1.25",
+    "lm_infinite": "<= 0.6",
+    "streaming_llm": "<= 0.6",
+}
+PREFILL = {**ALONE, "dynamic_yarn": "<= 1.15"}
+DECODE = {"dca": "<= 1.15", "dynamic_yarn": "<= 1.25"} | dict.fromkeys(
+    ("self_extend", "rerope", "lm_infinite", "streaming_llm"), "<= 1.3"
+)
+TRAINING = {"dca": "<= 1.5"}
+"""Goals, as ratios to the stock model in the same run."""
 
 
 def main(
     part: Annotated[
         list[str] | None,
         typer.Option(help="static, attention, model, training, evaluation or plan; may be repeated. Default: all."),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of those that change attention: {', '.join(ATTENTION)}; may be repeated. Default: all."),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Pairs of runs for each time.")] = 9,
     length: Annotated[int, typer.Option(help="Tokens of the timed forward pass, static methods.")] = 1024,
@@ -68,6 +94,9 @@ def main(
     if unknown := set(part or ()) - parts:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: expected {', '.join(sorted(parts))}")
     chosen = set(part or parts)
+    if unknown := set(method or ()) - set(ATTENTION):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: expected {', '.join(ATTENTION)}")
+    methods = {name: each for name, each in ATTENTION.items() if method is None or name in method}
     figures: dict[str, Any] = {"dtype": dtype, "threads": torch.get_num_threads()}
     table = Table("figure", "value", "goal", box=None)
 
@@ -91,26 +120,28 @@ def main(
         show("perplexity_extra_gb", "  perplexity pass on top of it", "< 0.4 GB", " GB")
         show("help_seconds", "ctxext --help", "< 0.5 s", " s")
     if "attention" in chosen:
-        for tokens, goal in ((prefill, "<= 1.10"), (2 * prefill, "<= 1.00")):
-            figures |= attention_alone(tokens, max(3, repeats // 2), dtype, device)
-            for name in ATTENTION:
-                name_goal = goal if name == "dca" else ""
-                show(f"attention_{name}_{tokens}", f"attention alone, {tokens:,} tokens, {name} / stock", name_goal)
+        for tokens, goals in ((prefill, ALONE), (2 * prefill, LONG)):
+            figures |= attention_alone(methods, tokens, max(3, repeats // 2), dtype, device)
+            for name in methods:
+                label = f"attention alone, {tokens:,} tokens, {name} / stock"
+                show(f"attention_{name}_{tokens}", label, goals.get(name, ""))
     if "model" in chosen:
-        figures |= whole_model(prefill, prefill_repeats, dtype, device)
-        for name, goal in (("dca", "<= 1.10"), ("dynamic_yarn", "<= 1.15")):
-            show(f"prefill_{name}", f"prefill, {prefill:,} tokens, {name} / stock", goal)
-        for name, goal in (("dca", "<= 1.15"), ("dynamic_yarn", "<= 1.25")):
-            show(f"decode_{name}", f"decode, one token at {prefill:,}, {name} / stock", goal)
-        stock, *peaks = (peak_memory(prefill_pass, memory_length, name, dtype, device) for name in (None, *ATTENTION))
+        figures |= whole_model(methods, prefill, prefill_repeats, dtype, device)
+        for name in methods:
+            show(f"prefill_{name}", f"prefill, {prefill:,} tokens, {name} / stock", PREFILL[name])
+        for name in methods:
+            base = f"stock at {WINDOW:,}" if name == "streaming_llm" else "stock"
+            show(f"decode_{name}", f"decode, one token at {prefill:,}, {name} / {base}", DECODE[name])
+        stock, *peaks = (peak_memory(prefill_pass, memory_length, name, dtype, device) for name in (None, *methods))
         figures["memory_stock_gb"] = None if stock is None else stock / 1e9
-        for name, peak in zip(ATTENTION, peaks, strict=True):
+        for name, peak in zip(methods, peaks, strict=True):
             figures[f"memory_{name}"] = None if stock is None or peak is None else peak / stock
             show(f"memory_{name}", f"memory above weights, {memory_length:,} tokens, {name} / stock", "<= 1.10")
     if "training" in chosen:
-        figures |= training_step(training_length, prefill_repeats, dtype, device)
-        for name, goal in (("dca", "<= 1.5"), ("dynamic_yarn", "")):
-            show(f"training_{name}", f"training step, {training_length:,} tokens, {name} / stock", goal)
+        figures |= training_step(methods, training_length, prefill_repeats, dtype, device)
+        for name in methods:
+            label = f"training step, {training_length:,} tokens, {name} / stock"
+            show(f"training_{name}", label, TRAINING.get(name, ""))
     if "evaluation" in chosen:
         figures |= evaluations(evaluation_length, prefill_repeats, dtype, device)
         show("curve_ratio", f"perplexity at four lengths up to {evaluation_length:,} / decoder alone", "<= 1.2")
@@ -154,7 +185,7 @@ def overhead(repeats: int, length: int, dtype: str, device: str | None) -> dict[
     }
 
 
-def _decode(model: Any, cache: DynamicCache, tokens: torch.Tensor, *, steps: int) -> None:
+def _decode(model: Any, cache: Any, tokens: torch.Tensor, *, steps: int) -> None:
     # Transformers renamed the argument during 5.x.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     for _ in range(steps):
@@ -162,7 +193,9 @@ def _decode(model: Any, cache: DynamicCache, tokens: torch.Tensor, *, steps: int
 
 
 @torch.no_grad()
-def attention_alone(length: int, repeats: int, dtype: str, device: str | None) -> dict[str, float]:
+def attention_alone(
+    methods: dict[str, ctxext.Method], length: int, repeats: int, dtype: str, device: str | None
+) -> dict[str, float]:
     """Ratios of times over stock causal attention, on random tensors of SmolLM2-135M's shapes."""
     spec = ctxext.RopeSpec(100_000.0, 64, 8192)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -173,9 +206,9 @@ def attention_alone(length: int, repeats: int, dtype: str, device: str | None) -
     calls: dict[str, Callable[[], Any]] = {
         "stock": lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     }
-    for name, method in ATTENTION.items():
+    for name, method in methods.items():
         partition = method.partition(spec)
-        assert partition is not None  # all of ATTENTION have one
+        assert partition is not None  # all of them have one
         blocks = partition.blocks(torch.arange(length), 0)
         calls[name] = lambda blocks=blocks: engine.attend(query, key, value, blocks, 64**-0.5)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -186,34 +219,44 @@ def attention_alone(length: int, repeats: int, dtype: str, device: str | None) -
             elapsed = seconds(call)
             if round_number:  # the first round warms up
                 times[name].append(elapsed)
-    return {f"attention_{name}_{length}": ratio(times[name], times["stock"]) for name in ATTENTION}
+    return {f"attention_{name}_{length}": ratio(times[name], times["stock"]) for name in methods}
 
 
 @torch.no_grad()
-def whole_model(length: int, repeats: int, dtype: str, device: str | None) -> dict[str, float]:
-    """Ratios of times over the stock model: a pass that fills the cache, and steps of one token from there."""
+def whole_model(
+    methods: dict[str, ctxext.Method], length: int, repeats: int, dtype: str, device: str | None
+) -> dict[str, float]:
+    """Ratios of times over the stock model: a pass that fills the cache, and steps of one token from there.
+
+    Steps of ``streaming_llm`` are taken in a cache that evicts, and compared with those of the stock model in a cache
+    as long as its window.
+    """
     model, _ = ctxext.load_model(MODEL, dtype=dtype, device=device)
     tokens = torch.randint(100, 40_000, (1, length), device=model.device)
-    passes: dict[str, list[float]] = {name: [] for name in ("stock", *ATTENTION)}
+    passes: dict[str, list[float]] = {name: [] for name in ("stock", "window", *methods)}
     steps: dict[str, list[float]] = {name: [] for name in passes}
-    plan = [name for _ in range(repeats) for name in passes]
+    plan = [name for _ in range(repeats) for name in passes if name != "window" or "streaming_llm" in methods]
     model(tokens[:, :1024], use_cache=False, logits_to_keep=1)  # warms up
     for name in track(plan, description="whole model", console=Console(stderr=True), transient=True):
-        patch = ctxext.patch(model, ATTENTION[name]) if name in ATTENTION else None
-        cache = DynamicCache(config=model.config)
-        passes[name].append(seconds(lambda cache=cache: _decode(model, cache, tokens, steps=1)))
+        patch = ctxext.patch(model, methods[name]) if name in methods else None
+        cache = ctxext.StreamingCache(model) if name == "streaming_llm" else DynamicCache(config=model.config)
+        given = tokens[:, :WINDOW] if name == "window" else tokens
+        passes[name].append(seconds(lambda cache=cache, given=given: _decode(model, cache, given, steps=1)))
         _decode(model, cache, tokens[:, :1], steps=2)
         steps[name].append(seconds(lambda cache=cache: _decode(model, cache, tokens[:, :1], steps=24)))
         if patch is not None:
             patch.remove()
-    figures = {}
-    for what, times in (("prefill", passes), ("decode", steps)):
-        figures |= {f"{what}_{name}": ratio(times[name], times["stock"]) for name in ATTENTION}
-        figures[f"{what}_stock_seconds"] = statistics.median(times["stock"]) / (1 if what == "prefill" else 24)
+    figures = {f"prefill_{name}": ratio(passes[name], passes["stock"]) for name in methods}
+    for name in methods:
+        figures[f"decode_{name}"] = ratio(steps[name], steps["window" if name == "streaming_llm" else "stock"])
+    figures["prefill_stock_seconds"] = statistics.median(passes["stock"])
+    figures["decode_stock_seconds"] = statistics.median(steps["stock"]) / 24
     return figures
 
 
-def training_step(length: int, repeats: int, dtype: str, device: str | None) -> dict[str, float]:
+def training_step(
+    methods: dict[str, ctxext.Method], length: int, repeats: int, dtype: str, device: str | None
+) -> dict[str, float]:
     """Ratios of times of a forward and backward pass over the stock model's."""
     model, _ = ctxext.load_model(MODEL, dtype=dtype, device=device)
     model.train()
@@ -224,21 +267,24 @@ def training_step(length: int, repeats: int, dtype: str, device: str | None) -> 
         # The decoder alone: the output head costs the same everywhere.
         model.get_decoder()(tokens, use_cache=False).last_hidden_state.float().square().mean().backward()
 
-    times: dict[str, list[float]] = {name: [] for name in ("stock", *ATTENTION)}
+    times: dict[str, list[float]] = {name: [] for name in ("stock", *methods)}
     plan = [name for _ in range(repeats) for name in times]
     step()  # warms up
     for name in track(plan, description="training", console=Console(stderr=True), transient=True):
         # The trained length is lowered, so that the step has chunks to cross and a scale to follow.
-        short = (
-            ATTENTION[name].model_copy(update={"original_max_position_embeddings": length // 2})
-            if name in ATTENTION
-            else None
-        )
+        short = None
+        if name in methods:
+            changes: dict[str, int] = {"original_max_position_embeddings": length // 2}
+            if name == "lm_infinite":
+                changes["n_local"] = length // 2
+            elif name == "streaming_llm":
+                changes["window"] = length // 2 - methods[name].n_sink
+            short = methods[name].model_copy(update=changes)
         patch = None if short is None else ctxext.patch(model, short)
         times[name].append(seconds(step))
         if patch is not None:
             patch.remove()
-    ratios = {f"training_{name}": ratio(times[name], times["stock"]) for name in ATTENTION}
+    ratios = {f"training_{name}": ratio(times[name], times["stock"]) for name in methods}
     return {**ratios, "training_stock_seconds": statistics.median(times["stock"])}
 
 

@@ -17,7 +17,9 @@ from transformers import DynamicCache, StaticCache
 import ctxext
 import tiny
 from ctxext.attention import interface
+from ctxext.attention.bands import Bands
 from ctxext.attention.partition import Partition
+from ctxext.methods.dynamic import Dynamic
 from ctxext.rope import RopeSpec
 
 MARKS = [
@@ -41,9 +43,22 @@ SETTINGS: dict[str, ctxext.Method] = {
     "ntk_step_1": ctxext.DynamicNTK(step=1, factor=1),
     "yarn": ctxext.DynamicYaRN(step=7, factor=2),
     "yarn_default": ctxext.DynamicYaRN(),
+    "ntk_log": ctxext.DynamicNTK(step=16, log_n=True),
+    "static_log": ctxext.YaRN(factor=2, log_n=True),
+    "self_extend": ctxext.SelfExtend(neighbor_window=19, group_size=6),
+    "self_extend_pi_log": ctxext.SelfExtend(neighbor_window=8, frequencies=ctxext.PI(factor=2), log_n=True),
+    "self_extend_window_1": ctxext.SelfExtend(neighbor_window=1, group_size=7),
+    "rerope": ctxext.ReRoPE(window=17),
+    "leaky": ctxext.ReRoPE(window=20, leak=6.5),
+    "lm_infinite": ctxext.LMInfinite(n_global=5, n_local=23, distance_limit=23),
+    "lm_infinite_capped": ctxext.LMInfinite(n_global=3, n_local=40, distance_limit=18),
+    "lm_infinite_global": ctxext.LMInfinite(n_global=6, n_local=16, distance_limit=31),
+    "streaming": ctxext.StreamingLLM(n_sink=3, window=20),
+    "streaming_default": ctxext.StreamingLLM(),
 }
-MAIN = ("dca", "dca_yarn", "ntk", "yarn")
-DYNAMIC = ("ntk", "yarn")
+MAIN = ("dca_yarn", "ntk", "yarn", "leaky", "streaming")
+"""One of each: final keys, turned keys without and with a gain, bands with turned keys, bands that see less."""
+DYNAMIC = ("ntk", "yarn", "leaky")
 
 SMALL = RopeSpec(10_000.0, 8, 16)
 PARTITIONS: dict[str, ctxext.Method] = {
@@ -52,6 +67,15 @@ PARTITIONS: dict[str, ctxext.Method] = {
     "dca_smallest": ctxext.DCA(chunk_size=2, local_size=1),
     "ntk": ctxext.DynamicNTK(step=3),
     "yarn": ctxext.DynamicYaRN(step=5, factor=2),
+    "yarn_log": ctxext.YaRN(factor=2, log_n=True),
+    "self_extend": ctxext.SelfExtend(neighbor_window=7, group_size=8),
+    "self_extend_window_1": ctxext.SelfExtend(neighbor_window=1, group_size=9),
+    "rerope": ctxext.ReRoPE(window=6),
+    "leaky": ctxext.ReRoPE(window=6, leak=7.5, log_n=True),
+    "lm_infinite": ctxext.LMInfinite(n_global=3, n_local=9, distance_limit=9),
+    "lm_infinite_capped": ctxext.LMInfinite(n_global=2, n_local=12, distance_limit=5),
+    "lm_infinite_global": ctxext.LMInfinite(n_global=3, n_local=4, distance_limit=11),
+    "streaming": ctxext.StreamingLLM(n_sink=2, window=7),
 }
 
 FORWARD = 1e-4
@@ -62,9 +86,13 @@ CACHED = 2e-4
 def patched(setting: str = "dca", family: str = "llama", *, attention: str = "fused", **changes: Any) -> Any:
     model = tiny.model(family, **changes)
     method = SETTINGS[setting]
-    ctxext.patch(
-        model, type(method)(**{**{k: getattr(method, k) for k in type(method).model_fields}, "attention": attention})
-    )
+    settings = {k: getattr(method, k) for k in type(method).model_fields}
+    if "attention" in settings:
+        ctxext.patch(model, type(method)(**{**settings, "attention": attention}))
+    else:
+        planner = ctxext.patch(model, method).planner
+        assert planner is not None
+        planner.naive = attention == "naive"
     return model
 
 
@@ -86,7 +114,12 @@ def borders(setting: str, upto: int) -> list[int]:
     if isinstance(method, ctxext.DCA):
         chunk_size, local_size = method.sizes(SPEC)
         return list(range(chunk_size - local_size, upto, chunk_size - local_size))
-    return [L, *range(L + method.step, upto, method.step)]
+    if isinstance(method, Dynamic):
+        return [L, *range(L + method.step, upto, method.step)]
+    partition = method.partition(SPEC)
+    assert isinstance(partition, Bands)
+    ends = {end for band in partition.bands for end in (band.farthest, band.nearest) if end}
+    return sorted(ends | {end + (band.keys or 0) for band in partition.bands for end in ends} | {L})
 
 
 def cache_name(model: Any) -> str:
@@ -153,7 +186,22 @@ def assert_rows_as_if_alone(
 # The formulas, once more and independently: for single positions, in Python's own arithmetic.
 
 
-def relative_of(method: ctxext.Method, i: int, j: int) -> int:
+def relative_of(method: ctxext.Method, i: int, j: int, trained: int = L) -> float | None:
+    """Relative position, or None where i doesn't attend to j."""
+    if isinstance(method, ctxext.SelfExtend):
+        w, g = method.sizes(RopeSpec(10_000.0, 16, trained))
+        return i - j if i - j < w else i // g + w - w // g - j // g
+    if isinstance(method, ctxext.ReRoPE):
+        w = method.window or trained // 4
+        return i - j if i - j < w else w if method.leak is None else w + (i - j - w) / method.leak
+    if isinstance(method, ctxext.LMInfinite):
+        seen = i - j < (method.n_local or trained) or j < method.n_global
+        return min(i - j, method.distance_limit or trained) if seen else None
+    if isinstance(method, ctxext.StreamingLLM):
+        w = method.window or trained - method.n_sink
+        if i - j < w:
+            return i - j
+        return min(i, method.n_sink + w - 1) - j if j < method.n_sink else None
     if not isinstance(method, ctxext.DCA):
         return i - j
     c = method.chunk_size or L
@@ -177,19 +225,23 @@ def frequencies_of(method: ctxext.Method, i: int, d: int = 16, trained: int = L)
         ramp = [min(max((k - low) / max(high - low, 0.001), 0), 1) for k in range(d // 2)]
         return [f / s * r + f * (1 - r) for f, r in zip(base, ramp, strict=True)]
 
-    if isinstance(method, ctxext.DCA):
-        gain = max(1.0, method.temperature * math.log((i + 1) / trained) + 1)
-        if method.frequencies is None:
+    log_gain = max(1.0, math.log(i + 1) / math.log(trained)) if method.log_n else 1.0
+    if not isinstance(method, Dynamic):
+        temperature = getattr(method, "temperature", 0.0)
+        gain = log_gain * max(1.0, temperature * math.log((i + 1) / trained) + 1)
+        inner = method if isinstance(method, ctxext.YaRN) else method.frequencies
+        if isinstance(inner, ctxext.PI):
+            return [f / inner.factor for f in base], gain
+        if inner is None:
             return base, gain
-        s = method.frequencies.factor
-        return yarn(s), gain * (0.1 * math.log(s) + 1) ** 2
+        return yarn(inner.factor), gain * (0.1 * math.log(inner.factor) + 1) ** 2
     n = trained
     while n <= i:
         n += method.step
     s = method.factor * n / trained - (method.factor - 1)
     if isinstance(method, ctxext.DynamicNTK):
-        return [(10_000.0 * s ** (d / (d - 2))) ** (-2 * k / d) for k in range(d // 2)], 1.0
-    return yarn(s), (0.1 * math.log(s) + 1) ** 2
+        return [(10_000.0 * s ** (d / (d - 2))) ** (-2 * k / d) for k in range(d // 2)], log_gain
+    return yarn(s), log_gain * (0.1 * math.log(s) + 1) ** 2
 
 
 def pairwise_attention(
@@ -206,11 +258,12 @@ def pairwise_attention(
         frequencies, factor = frequencies_of(method, i)
         theta = torch.tensor(frequencies, dtype=torch.float64)
         scores = []
-        for s in range(first + t + 1):
+        seen = [s for s in range(first + t + 1) if relative_of(method, i, positions[s]) is not None]
+        for s in seen:
             turned = as_complex[0][0, h, t] * torch.exp(1j * relative_of(method, i, positions[s]) * theta)
             scores.append((turned * as_complex[1][0, g, s].conj()).real.sum() * scale * factor)
         weights = torch.stack(scores).softmax(0)
-        out[0, h, t] = sum(w * value[0, g, s] for s, w in enumerate(weights))
+        out[0, h, t] = sum(w * value[0, g, s] for s, w in zip(seen, weights, strict=True))
     return out
 
 
@@ -238,7 +291,7 @@ def dense_attention(
         "bhtd,bhsd,tsd->bhts", q2, k1, angles.sin()
     )
     scores = (even + odd) * (gain[:, None] * scale * partition.attention_factor**2)
-    return scores.masked_fill(positions > own[:, None], -math.inf).softmax(-1) @ value
+    return scores.masked_fill(~partition.attended(own, positions), -math.inf).softmax(-1) @ value
 
 
 def greedy(model: Any, ids: Tensor, new: int = 18, **options: Any) -> Any:

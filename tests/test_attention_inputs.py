@@ -67,7 +67,8 @@ def test_positions_with_gaps_are_the_reference_s(setting: str) -> None:
             tiny.logits(m, ids, position_ids=positions[None], use_cache=False) for m in (model, dense(setting))
         )
         assert tiny.difference(found, expected) < FORWARD
-        assert tiny.difference(found, plain) > 1e-2
+        if int(positions[0]) == 0:  # methods that go by distances alone don't mind where a text begins
+            assert tiny.difference(found, plain) > 1e-2
 
 
 @pytest.mark.parametrize("setting", MAIN)

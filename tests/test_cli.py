@@ -95,6 +95,7 @@ def test_perplexity_prints_a_table_and_writes_the_result(run: Run, folder: Path,
     assert record["method"] == {"name": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0} | {
         "truncate": True,
         "ramp": "dimension",
+        "log_n": False,
     }
     assert record["patch"]["patched_modules"] == 1
     assert len(record["patch"]["fingerprint"]) == 64
@@ -178,7 +179,7 @@ def test_a_method_inside_another_is_given_on_the_command_line(run: Run, folder: 
         "method.frequencies={name: ntk, factor: 2}",
     )
     report = json.loads(run("inspect", "-m", folder, "--json", *settings).out)
-    assert report["method"]["frequencies"] == {"name": "ntk", "factor": 2.0}
+    assert report["method"]["frequencies"] == {"name": "ntk", "factor": 2.0, "log_n": False}
     assert report["inv_freq"][1] == pytest.approx((1e4 * 2 ** (16 / 14)) ** (-1 / 8), rel=1e-6)
 
 

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import attending
-import ctxext
 import tiny
 from attending import MAIN, PARTITIONS, SMALL, dense_attention, gappy, module_rotated, padded, patched, states, step
 from ctxext.attention import engine
@@ -67,7 +66,7 @@ def test_a_gradient_for_one_input_alone_is_the_same(which: int) -> None:
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_gradcheck_passes(name: str) -> None:
     method = PARTITIONS[name]
-    spec = RopeSpec(10_000.0, 4, 3) if not isinstance(method, ctxext.DCA) else RopeSpec(10_000.0, 4, 16)
+    spec = RopeSpec(10_000.0, 4, 3 if name in ("ntk", "yarn", "yarn_log") else 16)
     partition = method.partition(spec)
     blocks = partition.blocks(torch.arange(2, 11), 3)
     leaves = [leaf.requires_grad_() for leaf in states((1, 2, 6, 4), (1, 1, 9, 4), (1, 1, 9, 4))]
@@ -152,10 +151,10 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", ["dca", "dca_yarn", "ntk", "yarn"])
+@pytest.mark.parametrize("name", ["dca", "dca_yarn", "ntk", "yarn", "self_extend", "leaky", "streaming"])
 def test_no_tensor_grows_faster_than_the_length(name: str) -> None:
     method, heads, dim = PARTITIONS[name], 4, 8
-    if not isinstance(method, ctxext.DCA):
+    if name in ("ntk", "yarn"):
         method = method.model_copy(update={"step": 100})
     for length in (300, 600):
         partition = method.partition(SMALL)

@@ -616,6 +616,112 @@ def test_temperature_follows_the_position_of_the_query() -> None:
     torch.testing.assert_close(gain, torch.tensor(expected), rtol=1e-7, atol=0)
 
 
+def relative(method: ctxext.Method, query: int, spec: RopeSpec = TINY) -> list[float | None]:
+    """Relative positions of all keys up to the query, None where it doesn't attend to them."""
+    partition, where = method.partition(spec), torch.arange(query + 1)
+    row = partition.relative_positions(where[-1:], where)[0].tolist()
+    return [p if seen else None for p, seen in zip(row, partition.attended(where[-1:], where)[0].tolist(), strict=True)]
+
+
+def test_self_extend_counts_far_tokens_in_groups_as_in_the_papers_example() -> None:
+    # A text of ten tokens for a model of seven, neighbour window 4, groups of two.
+    spec = RopeSpec(10_000.0, 16, 7)
+    method = ctxext.SelfExtend(neighbor_window=4, group_size=2, max_position_embeddings=10)
+    assert relative(method, 9, spec) == [6, 6, 5, 5, 4, 4, 3, 2, 1, 0]
+    assert relative(method, 8, spec) == [6, 6, 5, 5, 4, 3, 2, 1, 0]
+    # Three doesn't divide the window: the shift is floored, in whatever way the text is read.
+    method = ctxext.SelfExtend(neighbor_window=4, group_size=3, max_position_embeddings=10)
+    assert relative(method, 9, spec) == [6, 6, 6, 5, 5, 5, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({}, (16, 6)),
+        ({"factor": 16}, (16, 22)),
+        ({"neighbor_window": 40}, (40, 10)),
+        ({"group_size": 9}, (16, 9)),
+        ({"frequencies": ctxext.PI(factor=2)}, (16, 3)),
+        ({"max_position_embeddings": 64}, (16, 1)),
+    ],
+    ids=str,
+)
+def test_groups_of_self_extend_are_as_small_as_the_target_allows(
+    settings: dict[str, Any], sizes: tuple[int, int]
+) -> None:
+    assert ctxext.SelfExtend(**settings).sizes(TINY) == sizes
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(8, 80), st.integers(1, 60), st.integers(8, 1000))
+def test_self_extend_keeps_the_target_within_what_the_model_reads(trained: int, window: int, target: int) -> None:
+    spec = RopeSpec(10_000.0, 16, trained)
+    method = ctxext.SelfExtend(neighbor_window=min(window, trained), max_position_embeddings=max(target, trained))
+    try:
+        _, group = method.sizes(spec)
+    except ctxext.ConfigError:
+        assert window > trained - 3
+        return
+    length = max(target, trained)
+    assert max(relative(method, length - 1, spec)) < trained
+    if group > 1:
+        smaller = method.model_copy(update={"group_size": group - 1})
+        with pytest.raises(ctxext.ConfigError, match=f"a text of {length} tokens needs"):
+            smaller.sizes(spec)
+
+
+def test_rerope_holds_distances_at_the_window_or_lets_them_leak() -> None:
+    assert relative(ctxext.ReRoPE(window=3), 7) == [3, 3, 3, 3, 3, 2, 1, 0]
+    assert relative(ctxext.ReRoPE(window=3, leak=8), 7) == [3.5, 3.375, 3.25, 3.125, 3, 2, 1, 0]
+
+
+def test_lm_infinite_and_streaming_llm_see_both_ends() -> None:
+    no = None
+    method = ctxext.LMInfinite(n_global=2, n_local=3, distance_limit=3)
+    assert relative(method, 7) == [3, 3, no, no, no, 2, 1, 0]
+    assert relative(ctxext.LMInfinite(n_global=2, n_local=3, distance_limit=6), 7) == [6, 6, no, no, no, 2, 1, 0]
+    assert relative(ctxext.LMInfinite(n_global=2, n_local=3, distance_limit=6), 5) == [5, 4, no, 2, 1, 0]
+    assert relative(ctxext.LMInfinite(n_global=1, n_local=5, distance_limit=2), 7) == [2, no, no, 2, 2, 2, 1, 0]
+    # Counted inside the cache: two sinks and three tokens are positions 0 to 4, whatever was between.
+    assert relative(ctxext.StreamingLLM(n_sink=2, window=3), 7) == [4, 3, no, no, no, 2, 1, 0]
+    assert relative(ctxext.StreamingLLM(n_sink=2, window=3), 3) == [3, 2, 1, 0]
+    assert ctxext.LMInfinite().sizes(TINY) == (64, 64)
+    assert ctxext.StreamingLLM().size(TINY) == 60
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (ctxext.SelfExtend(neighbor_window=65), r"neighbor_window 65 is beyond the 64 positions"),
+        (ctxext.SelfExtend(neighbor_window=62), r"neighbor_window 62 leaves no room"),
+        (ctxext.SelfExtend(group_size=5), r"group_size 5 .* 256 tokens needs 65 positions, and the model reads 64"),
+        (ctxext.ReRoPE(window=64), r"window 64 must be below the 64 positions"),
+        (ctxext.ReRoPE(leak=4), r"leak 4 .* up to 76, and the model reads 64; give a leak of 5.09 or more"),
+        (ctxext.LMInfinite(distance_limit=65), r"distance_limit 65 is beyond the 64 positions"),
+        (ctxext.StreamingLLM(window=61), r"n_sink 4 and window 61 are together beyond the 64 positions"),
+    ],
+    ids=repr,
+)
+def test_bands_that_do_not_fit_the_model_are_an_error(method: ctxext.Method, message: str) -> None:
+    with pytest.raises(ctxext.ConfigError, match=message):
+        method.partition(TINY)
+
+
+@pytest.mark.parametrize("method", [ctxext.PI(factor=4, log_n=True), ctxext.ReRoPE(log_n=True)], ids=repr)
+def test_log_n_sharpens_beyond_the_trained_length(method: ctxext.Method) -> None:
+    _, gain = method.partition(TINY).frequencies_at(torch.tensor([0, 63, 64, 4095]))
+    torch.testing.assert_close(gain, torch.tensor([1, 1, math.log(65) / math.log(64), 2]), rtol=1e-6, atol=0)
+
+
+def test_a_method_that_leaves_log_n_out_is_refused() -> None:
+    class Deaf(Doubling):
+        def partition(self, spec: RopeSpec) -> None:
+            return None
+
+    with pytest.raises(ctxext.ConfigError, match="log_n is not supported"):
+        ctxext.patch(tiny.model(), Deaf(factor=2, log_n=True))
+
+
 # What the test below starts from where a field means nothing by itself, and values other than the defaults.
 _BASE: dict[str, dict[str, Any]] = {
     "rope_theta": {"rope_theta": 1e6},
@@ -650,6 +756,15 @@ _OTHER: dict[str, Any] = {
     "local_size": 8,
     "frequencies": {"name": "ntk", "factor": 2},
     "temperature": 0.3,
+    "log_n": True,
+    "neighbor_window": 24,
+    "group_size": 11,
+    "window": 24,
+    "leak": 8.0,
+    "n_global": 7,
+    "n_local": 24,
+    "distance_limit": 24,
+    "n_sink": 9,
 }
 
 
@@ -659,8 +774,9 @@ def scores(method: ctxext.Method) -> list[list[float]]:
     if partition is None:
         return []
     inv_freq, gain = partition.frequencies_at(positions)
-    relative = partition.relative_positions(positions, positions).tril()
-    return torch.cat((relative.double(), inv_freq.double(), gain[:, None].double()), dim=1).tolist()
+    relative = partition.relative_positions(positions, positions).double()
+    relative[~partition.attended(positions, positions)] = -1
+    return torch.cat((relative, inv_freq.double(), gain[:, None].double()), dim=1).tolist()
 
 
 def effect(method: ctxext.Method) -> tuple[list[float], float, int, list[list[float]]]:
@@ -706,6 +822,10 @@ def test_naive_attention_has_the_weights_that_fused_attention_never_holds(name: 
     [
         (ctxext.DCA(), ctxext.DCA(factor=8)),
         (ctxext.DCA(), ctxext.DCA(max_position_embeddings=640)),
+        (ctxext.SelfExtend(group_size=16), ctxext.SelfExtend(group_size=16, factor=8)),
+        (ctxext.ReRoPE(leak=20), ctxext.ReRoPE(leak=20, factor=8)),
+        (ctxext.LMInfinite(), ctxext.LMInfinite(factor=8)),
+        (ctxext.StreamingLLM(), ctxext.StreamingLLM(factor=8)),
         (ctxext.DynamicNTK(), ctxext.DynamicNTK(max_position_embeddings=640)),
         (ctxext.DynamicYaRN(), ctxext.DynamicYaRN(max_position_embeddings=640)),
     ],
@@ -723,7 +843,7 @@ def test_how_far_the_tools_read_changes_no_score(first: ctxext.Method, second: c
         (name, key)
         for name, cls in ctxext.METHODS.items()
         for key in cls.model_fields
-        if key not in ("name", "truncate", "ramp", "long_factor", "temperature")
+        if key not in ("name", "truncate", "ramp", "long_factor", "temperature", "log_n")
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(name: str, key: str, value: Any) -> None:
@@ -842,7 +962,7 @@ def test_methods_say_what_they_are(name: str, cls: type[ctxext.Method]) -> None:
     assert name in tiny.METHODS, "add one setting of the method to tests/tiny.py"
     assert cls.model_fields["name"].default == name
     assert cls.title
-    assert re.match("https://arxiv.org/abs/", cls.reference)
+    assert re.match(r"https://(arxiv.org/abs|kexue.fm/archives)/\d", cls.reference)
     assert cls.reference in (cls.__doc__ or "")
     assert all(field.description for key, field in cls.model_fields.items() if key != "name")
 

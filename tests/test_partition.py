@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import attending
 import ctxext
 import tiny
 from attending import SETTINGS, SPEC, L, borders, frequencies_of, patched, relative_of
+from ctxext.attention.bands import Bands
 from ctxext.rope import RopeSpec
 
 pytestmark = attending.MARKS
@@ -87,34 +89,48 @@ methods = st.one_of(
     sizes.map(lambda s: ctxext.DCA(chunk_size=s[0], local_size=s[1], temperature=0.5)),
     st.integers(1, 30).map(lambda n: ctxext.DynamicNTK(step=n)),
     st.integers(1, 30).map(lambda n: ctxext.DynamicYaRN(step=n, factor=1)),
+    st.integers(1, 50).map(lambda w: ctxext.SelfExtend(neighbor_window=w, group_size=60, log_n=True)),
+    st.integers(1, 50).map(lambda w: ctxext.ReRoPE(window=w)),
+    st.integers(1, 50).map(lambda w: ctxext.ReRoPE(window=w, leak=24.5)),
+    st.tuples(*[st.integers(1, 60)] * 3).map(
+        lambda s: ctxext.LMInfinite(n_global=s[0], n_local=s[1], distance_limit=s[2])
+    ),
+    st.tuples(st.integers(1, 8), st.integers(1, 50)).map(lambda s: ctxext.StreamingLLM(n_sink=s[0], window=s[1])),
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(methods, columns())
+@settings(max_examples=300, deadline=None)
+@given(methods, columns(), st.sampled_from([2**15, 120, 61]))
 def test_blocks_cover_every_pair_once_at_its_relative_position(
-    method: ctxext.Method, columns: tuple[list[int], int]
+    method: ctxext.Method, columns: tuple[list[int], int], period: int
 ) -> None:
     positions, first = columns
     partition, where = method.partition(SPEC), torch.tensor(positions)
+    if isinstance(partition, Bands):  # the rotary module begins again within the text
+        partition = dataclasses.replace(partition, period=period)
     count = torch.zeros(len(positions), len(positions), dtype=torch.int64)
     end = first
     for block in partition.blocks(where, first):
         assert block.queries.start == end < block.queries.stop
         end, length = block.queries.stop, block.queries.stop - block.queries.start
-        keys_at = where % partition.period if block.key_positions is None else block.key_positions
         for region in block.regions:
+            keys_at = (where % partition.period).double()
+            if region.turned:
+                keys_at = keys_at[: len(block.key_turn)] + block.key_turn
             for t in range(length):
-                column = block.queries.start + t
-                stop = region.keys.stop - (length - 1 - t if region.causal else 0)
-                count[column, region.keys.start : stop] += 1
-                at = positions[column] % partition.period + (0 if region.turn is None else int(region.turn[t]))
-                for s in range(region.keys.start, stop):
-                    assert at - int(keys_at[s]) == relative_of(method, positions[column], positions[s])
-                frequencies, gain = frequencies_of(method, positions[column])
-                torch.testing.assert_close(block.inv_freq.tolist(), frequencies, rtol=1e-5, atol=0)  # fp32
-                assert (1.0 if block.gain is None else float(block.gain[t])) == pytest.approx(gain, rel=1e-5)
+                column, later = block.queries.start + t, length - 1 - t
+                start = region.keys.start + (t if region.shape == "upper" else 0)
+                stop = region.keys.stop - (later if region.shape == "lower" else 0)
+                count[column, start:stop] += 1
+                at = positions[column] % partition.period + (0 if region.turn is None else float(region.turn[t]))
+                for s in range(start, stop):
+                    relative = relative_of(method, positions[column], positions[s])
+                    assert at - float(keys_at[s]) == pytest.approx(relative, abs=1e-9)
+        for t, query in enumerate(where[block.queries]):
+            frequencies, gain = frequencies_of(method, int(query))
+            torch.testing.assert_close(block.inv_freq.tolist(), frequencies, rtol=1e-5, atol=0)  # fp32
+            assert (1.0 if block.gain is None else float(block.gain[t])) == pytest.approx(gain, rel=1e-5)
     assert end == len(positions)
-    expected = torch.ones_like(count).tril()
-    expected[:first] = 0
-    assert torch.equal(count, expected)
+    expected = torch.tensor([[j <= i and relative_of(method, i, j) is not None for j in positions] for i in positions])
+    expected[:first] = False
+    assert torch.equal(count, expected.long())

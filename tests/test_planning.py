@@ -214,9 +214,14 @@ def test_evidence_and_limit_go_together() -> None:
         assert ("no figures" in cls.evidence) == (cls.untrained_factor is None)
 
 
-def test_only_dynamic_methods_add_to_the_cache() -> None:
+def test_methods_that_turn_all_keys_add_to_the_cache() -> None:
     plan = make_plan("m", tiny.config(), 200, "dynamic_yarn")
-    assert {v.method for v in plan.verdicts if v.memory != "nothing"} == {"dynamic_ntk", "dynamic_yarn"}
+    assert {v.method for v in plan.verdicts if v.memory != "nothing"} == {
+        "dynamic_ntk",
+        "dynamic_yarn",
+        "self_extend",
+        "rerope",
+    }
     cache = {one.name: one.memory.cache for one in plan.passes}
     assert cache["decode"] == cache["prefill"] * 3 // 2
 
@@ -238,7 +243,8 @@ def test_settings_of_a_file_are_kept_and_its_lengths_checked(run: Run, tmp_path:
 
 def test_a_method_inside_another_is_written_whole() -> None:
     plan = make_plan("m", tiny.config(), 300, ctxext.DCA(frequencies=ctxext.NTK(factor=2)))
-    assert plan.method == {"name": "dca", "max_position_embeddings": 300, "frequencies": {"name": "ntk", "factor": 2.0}}
+    inner = {"name": "ntk", "factor": 2.0, "log_n": False}
+    assert plan.method == {"name": "dca", "max_position_embeddings": 300, "frequencies": inner}
 
 
 class Half(ctxext.PI):

@@ -109,7 +109,7 @@ class Clamped(Partition):
             limit = self.limit + (self.flaw == "positions")
             keys = torch.maximum(positions[: i + 1], own - limit)
             start = int(self.flaw == "a key left out" and i > 0)
-            region = Region(slice(start, i + 1), own, causal=True)
+            region = Region(slice(start, i + 1), own, turned=True)
             blocks.append(Block(slice(i, i + 1), (region,), self.inv_freq, keys, step=int(own)))
         return blocks
 

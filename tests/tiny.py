@@ -56,6 +56,10 @@ METHODS: dict[str, ctxext.Method] = {
     "dynamic_ntk": ctxext.DynamicNTK(step=16),
     "dynamic_yarn": ctxext.DynamicYaRN(step=16, factor=2),
     "dca": ctxext.DCA(chunk_size=24, local_size=8),
+    "self_extend": ctxext.SelfExtend(neighbor_window=19, group_size=6),
+    "rerope": ctxext.ReRoPE(window=20, leak=6.5),
+    "lm_infinite": ctxext.LMInfinite(n_global=5, n_local=23, distance_limit=23),
+    "streaming_llm": ctxext.StreamingLLM(n_sink=3, window=20),
 }
 """One setting of every method, for models with eight frequencies."""
 

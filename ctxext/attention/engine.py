@@ -5,23 +5,24 @@ Work equals that of causal attention and memory is linear in the length: no scor
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ctxext.attention import kernels
-from ctxext.attention.partition import Block
+from ctxext.attention.partition import Block, Region
 
 ROTATED = 2**18
 """Elements that are rotated at a time, so that temporaries stay in the processor's cache."""
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float, rotated: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float, turned: Tensor | None = None
 ) -> Tensor:
     """Attention over all regions of all blocks, differentiable in query, key and value.
 
@@ -31,7 +32,7 @@ def attend(
         value: ``[B, K, S, d]``.
         blocks: cover the last T columns in order.
         scale: factor on the scores.
-        rotated: the key as rotated for the only block, where the caller has it.
+        turned: the key as turned for the only block, where the caller has it.
 
     Returns:
         ``[B, H, T, d]``, in the query's dtype.
@@ -39,7 +40,7 @@ def attend(
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         out: Tensor = _Attention.apply(query, key, value, blocks, scale)  # type: ignore[no-untyped-call]
         return out
-    return _forward(query, key, value, blocks, scale, rotated)[0]
+    return _forward(query, key, value, blocks, scale, turned)[0]
 
 
 def rotate(
@@ -55,7 +56,7 @@ def rotate(
 
     Args:
         x: ``[B, H, T, d]``, the two halves of d holding the pairs, as LLaMA-type models lay them out.
-        positions: int64 ``[T]``.
+        positions: int64 or fp64 ``[T]``.
         inv_freq: fp32 ``[d/2]``, radians per position.
         gain: fp32 ``[T]``, factor on each column.
         back: rotate the other way.
@@ -89,16 +90,30 @@ def rotate(
     return out
 
 
-def _pieces(keys: slice, length: int, *, causal: bool) -> list[tuple[slice, bool]]:
-    """Columns of each kernel call, and whether it is a triangle.
+class _Call(NamedTuple):
+    """One call of a kernel: columns of the keys, whether it is a triangle, and whether all is read backwards.
 
-    Kernels align a triangle with the first key, so the columns before the block's own are a rectangle of their own.
+    Kernels know one triangle, in which query t sees keys 0 to t. Read backwards it is the one in which query t sees the
+    keys from t on.
     """
-    before = keys.stop - length
-    if not causal or length == 1:
-        return [(keys, False)]
-    rectangle = [(slice(keys.start, before), False)] if before > keys.start else []
-    return [*rectangle, (slice(before, keys.stop), True)]
+
+    keys: slice
+    causal: bool = False
+    backwards: bool = False
+
+
+def _calls(region: Region, length: int) -> list[_Call]:
+    """The kernel calls of a region with so many queries: its triangle, and what every query sees."""
+    start, stop = region.keys.start, region.keys.stop
+    if region.shape == "full" or length == 1:
+        return [_Call(region.keys)]
+    if region.shape == "lower":
+        edge = stop - length
+        rest = [_Call(slice(start, edge))] if edge > start else []
+        return [*rest, _Call(slice(edge, stop), causal=True)]
+    edge = start + length
+    rest = [_Call(slice(edge, stop))] if stop > edge else []
+    return [_Call(slice(start, edge), causal=True, backwards=True), *rest]
 
 
 def _turned(query: Tensor, turn: Tensor | None, block: Block) -> Tensor:
@@ -110,25 +125,47 @@ def _turned(query: Tensor, turn: Tensor | None, block: Block) -> Tensor:
     return query
 
 
+class _TurnedKeys:
+    """The keys as a block's ``key_turn`` makes them, kept while the next block's are the same."""
+
+    def __init__(self, key: Tensor, turned: Tensor | None = None) -> None:
+        self.key = key
+        self.turned = turned
+        self.block: Block | None = None
+
+    def of(self, block: Block) -> Tensor:
+        """``[B, K, S', d]``, the first columns."""
+        assert block.key_turn is not None  # a region is turned only if there is one
+        size = block.key_turn.numel()
+        before = self.block
+        if self.turned is None or (before is not None and (before.step != block.step or self.turned.shape[2] < size)):
+            self.turned = rotate(self.key[:, :, :size], block.key_turn, block.inv_freq, exact=block.exact)
+        self.block = block
+        return self.turned
+
+
+def _operands(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    key, value = key[:, :, call.keys], value[:, :, call.keys]
+    return (query.flip(2), key.flip(2), value.flip(2)) if call.backwards else (query, key, value)
+
+
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float, rotated: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float, turned: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, d]`` and log-sum-exp ``[B, H, T]`` over all regions."""
     out = lse = torch.empty(0, device=query.device)
     first = key.shape[2] - query.shape[2]
+    keys = _TurnedKeys(key, turned)
     for block in blocks:
         columns = slice(block.queries.start - first, block.queries.stop - first)
         own = query[:, :, columns]
-        keys = key if rotated is None else rotated
-        if rotated is None and block.key_positions is not None:
-            keys = rotate(
-                key[:, :, : block.key_positions.numel()], block.key_positions, block.inv_freq, exact=block.exact
-            )
         merged: tuple[Tensor, Tensor] | None = None
         for region in block.regions:
-            turned = _turned(own, region.turn, block)
-            for seen, causal in _pieces(region.keys, own.shape[2], causal=region.causal):
-                part = kernels.forward(turned, keys[:, :, seen], value[:, :, seen], scale, causal=causal)
+            states = _turned(own, region.turn, block), keys.of(block) if region.turned else key, value
+            for call in _calls(region, own.shape[2]):
+                part = kernels.forward(*_operands(*states, call), scale, causal=call.causal)
+                if call.backwards:
+                    part = part[0].flip(2), part[1].flip(2)
                 merged = part if merged is None else _merge(*merged, *part)
         assert merged is not None  # every query sees at least itself
         if len(blocks) == 1:
@@ -148,6 +185,17 @@ def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[
         out.to(wide).mul_((lse - total).exp()[..., None]) if out.dtype != wide else out * (lse - total).exp()[..., None]
     )
     return out.addcmul_(other.to(wide), (other_lse - total).exp()[..., None]), total
+
+
+def _shares(
+    outcome: tuple[Tensor, Tensor, Tensor], operands: tuple[Tensor, Tensor, Tensor], scale: float, call: _Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a call's query, key and value, from the output's gradient, the merged output and log-sum-exp."""
+    grad, out, lse = (x.flip(2) for x in outcome) if call.backwards else outcome
+    query_grad, key_grad, value_grad = kernels.backward(grad, *operands, out, lse, scale, causal=call.causal)
+    if call.backwards:
+        return query_grad.flip(2), key_grad.flip(2), value_grad.flip(2)
+    return query_grad, key_grad, value_grad
 
 
 class _Attention(torch.autograd.Function):
@@ -171,36 +219,35 @@ class _Attention(torch.autograd.Function):
         query_grad = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         key_grad, value_grad = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (key, value))
         first = key.shape[2] - query.shape[2]
-        for block in ctx.blocks:
+        keys = _TurnedKeys(key)
+        turned_grad: Tensor | None = None  # of the keys that blocks of one step share
+        for block, following in itertools.zip_longest(ctx.blocks, ctx.blocks[1:]):
             columns = slice(block.queries.start - first, block.queries.stop - first)
             own = query[:, :, columns]
-            keys, keys_grad = key, key_grad
-            if block.key_positions is not None:
-                keys = rotate(
-                    key[:, :, : block.key_positions.numel()], block.key_positions, block.inv_freq, exact=block.exact
-                )
-                keys_grad = torch.zeros(keys.shape, dtype=wide, device=keys.device)
+            outcome = grad[:, :, columns], out[:, :, columns], lse[:, :, columns]
             own_grad = torch.zeros(own.shape, dtype=wide, device=own.device)
             for region in block.regions:
-                turned = _turned(own, region.turn, block)
-                turned_grad = torch.zeros(own.shape, dtype=wide, device=own.device)
-                for seen, causal in _pieces(region.keys, own.shape[2], causal=region.causal):
-                    shares = kernels.backward(
-                        grad[:, :, columns], turned, keys[:, :, seen], value[:, :, seen],
-                        out[:, :, columns], lse[:, :, columns], ctx.scale, causal=causal,
-                    )  # fmt: skip
-                    turned_grad += shares[0]
-                    keys_grad[:, :, seen] += shares[1]
-                    value_grad[:, :, seen] += shares[2]
+                states = _turned(own, region.turn, block), keys.of(block) if region.turned else key, value
+                keys_grad = key_grad
+                if region.turned:
+                    if turned_grad is None:
+                        turned_grad = torch.zeros(states[1].shape, dtype=wide, device=key.device)
+                    keys_grad = turned_grad
+                region_grad = torch.zeros(own.shape, dtype=wide, device=own.device)
+                for call in _calls(region, own.shape[2]):
+                    shares = _shares(outcome, _operands(*states, call), ctx.scale, call)
+                    region_grad += shares[0]
+                    keys_grad[:, :, call.keys] += shares[1]
+                    value_grad[:, :, call.keys] += shares[2]
                 # The rotation's transpose is the rotation back, with the same gain.
                 own_grad += (
-                    _turned(turned_grad, None, block)
+                    _turned(region_grad, None, block)
                     if region.turn is None
-                    else rotate(turned_grad, region.turn, block.inv_freq, block.gain, back=True, exact=block.exact)
+                    else rotate(region_grad, region.turn, block.inv_freq, block.gain, back=True, exact=block.exact)
                 )
             query_grad[:, :, columns] = own_grad
-            if block.key_positions is not None:
-                key_grad[:, :, : keys.shape[2]] += rotate(
-                    keys_grad, block.key_positions, block.inv_freq, back=True, exact=block.exact
-                )
+            if turned_grad is not None and (following is None or following.step != block.step):
+                turn = block.key_turn
+                key_grad[:, :, : len(turn)] += rotate(turned_grad, turn, block.inv_freq, back=True, exact=block.exact)
+                turned_grad = None
         return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 from ctxext.attention import engine, naive
 from ctxext.attention.partition import Block, Partition
+from ctxext.attention.streaming import StreamingCache
 from ctxext.errors import PatchError, UnsupportedModelError
 
 NAME = "ctxext"
@@ -150,14 +151,17 @@ class Planner:
         past = _past(cache, given.get("cache_position"))
         valid = _valid(given.get("attention_mask"), batch, past, past + length, self.method)
         positions = given.get("position_ids")
-        if valid is None and (positions is None or _counts(positions, past)):
+        held = torch.arange(past + length, device="cpu")[None]
+        if isinstance(cache, StreamingCache):
+            held = cache.begin(self.partition, past, length, valid)
+        if valid is None and len(held) == 1 and (positions is None or _counts(positions, past)):
             if positions is None:
                 given["position_ids"] = torch.arange(past, past + length, device=inputs.device)[None]
-            whole = torch.arange(past + length, device="cpu")
-            rows = [self._row(slice(0, batch), slice(0, past + length), slice(0, length), whole, past)]
+            columns = held.shape[1]
+            rows = [self._row(slice(0, batch), slice(0, columns), slice(0, length), held[0], columns - length)]
         else:
             rows = self._ragged_rows(
-                given, valid, positions, batch, past, length, inputs.device, cached=cache is not None
+                given, valid, positions, batch, held, length, inputs.device, cached=cache is not None
             )
         rows = [row._replace(blocks=[block.to(inputs.device) for block in row.blocks]) for row in rows]
         plan = Plan(self.partition, self.naive, rows, (batch, length), cache)
@@ -190,16 +194,22 @@ class Planner:
         valid: Tensor | None,
         positions: Tensor | None,
         batch: int,
-        past: int,
+        held: Tensor,
         length: int,
         device: torch.device,
         *,
         cached: bool,
     ) -> list[Row]:
-        """Rows of a batch with padding, with packed documents, or with positions of the caller's own."""
+        """Rows of a batch with padding, with packed documents, or with positions of the caller's own.
+
+        ``held`` says which of all tokens so far each column of the keys holds: int64 ``[1 or B, S]``.
+        """
+        past = int(held[0, -1]) + 1 - length
         if valid is None:
             valid = torch.ones(batch, past + length, dtype=torch.bool, device="cpu")
         rank = (valid.cumsum(1) - 1).clamp(min=0)
+        held = held.expand(batch, -1)
+        held_valid, held_rank = valid.gather(1, held), rank.gather(1, held)
         if positions is None:
             given["position_ids"] = rank[:, past:].to(device)
             own = rank[:, past:]
@@ -207,7 +217,7 @@ class Planner:
             own = positions.detach().cpu().expand(batch, -1)
         rows = []
         for i in range(batch):
-            columns = valid[i].nonzero()[:, 0]
+            columns = held_valid[i].nonzero()[:, 0]
             queries = valid[i, past:].nonzero()[:, 0]
             if len(queries) == 0:
                 continue
@@ -215,7 +225,7 @@ class Planner:
             counts = bool((given_here == rank[i, past:][queries]).all())
             if counts:
                 first = len(columns) - len(queries)
-                rows.append(self._row(slice(i, i + 1), _slice(columns), _slice(queries), rank[i, columns], first))
+                rows.append(self._row(slice(i, i + 1), _slice(columns), _slice(queries), held_rank[i, columns], first))
                 continue
             if cached:
                 raise UnsupportedModelError(
@@ -330,10 +340,12 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     if plan.naive:
         return naive.attend(query, key, value, row.positions, plan.partition, scale)
-    rotated = None
-    if len(row.blocks) == 1 and row.blocks[0].key_positions is not None and not torch.is_grad_enabled():
-        rotated = _rotated(module, key, row, plan, cached)
-    return engine.attend(query, key, value, row.blocks, scale, rotated), None
+    turned = None
+    if len(row.blocks) == 1 and not torch.is_grad_enabled():
+        turn = row.blocks[0].key_turn
+        if turn is not None and len(turn) == key.shape[2]:
+            turned = _rotated(module, key, row, plan, cached)
+    return engine.attend(query, key, value, row.blocks, scale, turned), None
 
 
 def _rotated(module: Any, key: Tensor, row: Row, plan: Plan, cached: Tensor) -> Tensor | None:
@@ -353,7 +365,7 @@ def _rotated(module: Any, key: Tensor, row: Row, plan: Plan, cached: Tensor) -> 
     if getattr(plan.cache, "offloading", False) or cached.is_inference():
         return None
     block, length = row.blocks[0], key.shape[2]
-    positions = block.key_positions
+    positions = block.key_turn
     assert positions is not None
     kept = plan.kept.get((index, row.batch.start))
     new = block.queries.stop - block.queries.start

@@ -42,7 +42,7 @@ def attend(
         qa, qb, ka, kb = q1[..., i, None], q2[..., i, None], k1[..., None, :, i], k2[..., None, :, i]
         scores = scores + angle.cos() * (qa * ka + qb * kb) + angle.sin() * (qa * kb - qb * ka)
     scores = scores * gain[:, None] * scale
-    scores = scores.masked_fill(positions > own[:, None], -math.inf)
+    scores = scores.masked_fill(~partition.attended(own, positions), -math.inf)
     weights = scores.softmax(-1)
     out = weights @ value.to(wide).repeat_interleave(groups, dim=1)
     return out.to(query.dtype), weights.to(query.dtype)

@@ -5,27 +5,37 @@ A method's file defines its own :class:`Partition`; the engine runs it, ``naive`
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+NO_PERIOD = 2**62
+"""Period of a rotary module that rotates to the true positions."""
+
+Shape = Literal["full", "lower", "upper"]
 
 
 class Region(NamedTuple):
     """A part of a block's scores in which every query has one rotation.
 
     Attributes:
-        keys: columns that every query of the block sees here; with ``causal`` only the last query sees all of them,
-            each query before it one less.
-        turn: int64 ``[T]``, positions by which each query is rotated further than the rotary module has, or None.
-        causal: whether the block's own tokens are the last of ``keys``.
+        keys: columns, as many as the block has queries at least unless the shape is full.
+        turn: int64 or fp64 ``[T]``, positions by which each query is rotated further than the rotary module has, or
+            None.
+        shape: which of the keys a query sees. ``full``: all of them; ``lower``: only the last query sees all, each one
+            before it one less at the end; ``upper``: only the first query sees all, each one after it one less at the
+            start.
+        turned: whether the keys are those that the block's ``key_turn`` makes of the cached ones.
     """
 
     keys: slice
     turn: Tensor | None = None
-    causal: bool = False
+    shape: Shape = "full"
+    turned: bool = False
 
 
 class Block(NamedTuple):
@@ -33,19 +43,19 @@ class Block(NamedTuple):
 
     Attributes:
         queries: their columns, counted like those of the keys.
-        regions: disjoint, together all columns up to each query's own.
-        inv_freq: fp32 ``[d/2]``, what ``turn`` and ``key_positions`` rotate by.
-        key_positions: int64 ``[S]``, positions that the keys are still to be rotated to, or None if they are cached in
-            their final form.
+        regions: disjoint; together all columns that each query attends to.
+        inv_freq: fp32 ``[d/2]``, what ``turn`` and ``key_turn`` rotate by.
+        key_turn: int64 or fp64 ``[S]``, positions by which the keys of turned regions are rotated further than the
+            cached ones are, from the first column on; None if no region needs it.
         gain: fp32 ``[T]``, factor on each query's scores, or None.
-        step: equal for blocks with equal ``inv_freq``.
+        step: equal for blocks that turn a key in the same way; within one pass they have the same ``key_turn``.
         exact: rotate without rounding error; otherwise as stock rotary embeddings do, for equality with them.
     """
 
     queries: slice
     regions: tuple[Region, ...]
     inv_freq: Tensor
-    key_positions: Tensor | None = None
+    key_turn: Tensor | None = None
     gain: Tensor | None = None
     step: int = 0
     exact: bool = True
@@ -60,7 +70,7 @@ class Block(NamedTuple):
                 for region in self.regions
             ),
             inv_freq=self.inv_freq.to(device),
-            key_positions=None if self.key_positions is None else self.key_positions.to(device),
+            key_turn=None if self.key_turn is None else self.key_turn.to(device),
             gain=None if self.gain is None else self.gain.to(device),
         )
 
@@ -74,12 +84,19 @@ class Partition(ABC):
         attention_factor: factor on the rotary module's cosine and sine.
         period: the rotary module rotates to ``position mod period``; 1 leaves queries and keys as they are.
         identity_length: below it, every score is that of the rotary embedding ``inv_freq`` alone.
+        log_length: length beyond which log-n attention sharpens the scores, or None.
     """
 
     inv_freq: Tensor
     attention_factor: float
     period: int
     identity_length: int
+    log_length: int | None = field(default=None, kw_only=True)
+
+    @property
+    def keeps_turned_keys(self) -> bool:
+        """Whether decoding keeps a second set of all keys beside the cache, turned for the latest query."""
+        return False
 
     @abstractmethod
     def describe(self) -> str:
@@ -87,14 +104,14 @@ class Partition(ABC):
 
     @abstractmethod
     def relative_positions(self, query: Tensor, key: Tensor) -> Tensor:
-        """Relative position int64 ``[T, S]`` of queries at positions ``[T]`` and keys at ``[S]``, for key <= query."""
+        """Relative position, int64 or fp64 ``[T, S]``, of queries at positions ``[T]`` and keys at ``[S]``.
 
-    @abstractmethod
-    def frequencies_at(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Frequencies fp32 ``[T, d/2]`` and factor on the scores fp32 ``[T]`` for queries at positions ``[T]``.
-
-        The factor doesn't hold what the rotary module's ``attention_factor`` has done already.
+        Where a query doesn't attend to a key it means nothing.
         """
+
+    def attended(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether queries at positions ``[T]`` attend to keys at ``[S]``: bool ``[T, S]``."""
+        return key <= query[:, None]
 
     @abstractmethod
     def blocks(self, positions: Tensor, first: int) -> list[Block]:
@@ -104,6 +121,24 @@ class Partition(ABC):
             positions: int64 ``[S]`` on the CPU, strictly ascending: the position of every column.
             first: column of the first query; the columns before it are keys only.
         """
+
+    def frequencies_at(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Frequencies fp32 ``[T, d/2]`` and factor on the scores fp32 ``[T]`` for queries at positions ``[T]``.
+
+        The factor doesn't hold what the rotary module's ``attention_factor`` has done already.
+        """
+        return self.inv_freq.expand(len(query), -1), self.log_gain(query).float()
+
+    def log_gain(self, query: Tensor) -> Tensor:
+        """Log-n attention's factor on the scores of queries at positions ``[T]``: fp64 ``[T]``, 1 up to its length."""
+        if self.log_length is None:
+            return torch.ones(len(query), dtype=torch.float64, device=query.device)
+        return ((query + 1).to(torch.float64).log() / math.log(self.log_length)).clamp(min=1)
+
+    def gain(self, query: Tensor) -> Tensor | None:
+        """The factor of :meth:`frequencies_at`, or None where it is 1 for all."""
+        factor = self.frequencies_at(query)[1]
+        return None if bool((factor == 1).all()) else factor
 
 
 def column_of(positions: Tensor, position: int) -> int:

@@ -10,16 +10,35 @@ from ctxext.methods.base import Method
 from ctxext.methods.dca import DCA
 from ctxext.methods.dynamic import DynamicNTK, DynamicYaRN
 from ctxext.methods.llama3 import Llama3
+from ctxext.methods.lm_infinite import LMInfinite
 from ctxext.methods.longrope import LongRoPE
 from ctxext.methods.ntk import NTK
 from ctxext.methods.ntk_by_parts import NTKByParts
 from ctxext.methods.pi import PI
+from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.rope_theta import RopeTheta
+from ctxext.methods.self_extend import SelfExtend
+from ctxext.methods.streaming_llm import StreamingLLM
 from ctxext.methods.yarn import YaRN
 
 METHODS: dict[str, type[Method]] = {
     cls.model_fields["name"].default: cls
-    for cls in (PI, NTK, NTKByParts, YaRN, RopeTheta, Llama3, LongRoPE, DynamicNTK, DynamicYaRN, DCA)
+    for cls in (
+        PI,
+        NTK,
+        NTKByParts,
+        YaRN,
+        RopeTheta,
+        Llama3,
+        LongRoPE,
+        DynamicNTK,
+        DynamicYaRN,
+        DCA,
+        SelfExtend,
+        ReRoPE,
+        LMInfinite,
+        StreamingLLM,
+    )
 }
 
 
@@ -49,11 +68,15 @@ __all__ = [
     "PI",
     "DynamicNTK",
     "DynamicYaRN",
+    "LMInfinite",
     "Llama3",
     "LongRoPE",
     "Method",
     "NTKByParts",
+    "ReRoPE",
     "RopeTheta",
+    "SelfExtend",
+    "StreamingLLM",
     "YaRN",
     "method_class",
 ]

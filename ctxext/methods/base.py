@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ctxext.attention.partition import Partition
+from ctxext.attention.bands import TRUE_DISTANCES, Bands
+from ctxext.attention.partition import NO_PERIOD, Partition
 from ctxext.errors import ConfigError
 from ctxext.rope import RopeSpec, default_inv_freq
 
@@ -82,6 +83,10 @@ class Method(BaseModel, ABC):
     max_position_embeddings: WholeNumber | None = Field(
         None, ge=2, description="Target length in tokens. Default: factor times the trained length."
     )
+    log_n: bool = Field(
+        False,
+        description="Log-n attention: multiply the scores of the query at position p by max(1, ln(p + 1) / ln L).",
+    )
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
         """Only what differs from the defaults, so that messages stay short."""
@@ -135,15 +140,25 @@ class Method(BaseModel, ABC):
     @property
     def changes_attention(self) -> bool:
         """Whether scores depend on more than fixed frequencies, so that stock attention can't compute them."""
-        return False
+        return self.log_n
 
     def partition(self, spec: RopeSpec) -> Partition | None:
         """What attention has to do for a method that changes it; None for stock attention.
 
         The rotary module then rotates as the partition says, and :meth:`scaled_rope` gives the frequencies within its
-        ``identity_length``.
+        ``identity_length``. A method that overrides this passes :meth:`log_length` on.
         """
-        return None
+        if not self.log_n:
+            return None
+        inv_freq, attention_factor = self.scaled_rope(spec)
+        original = self.lengths(spec).original
+        return Bands(
+            inv_freq, attention_factor, NO_PERIOD, original, bands=(TRUE_DISTANCES,), log_length=self.log_length(spec)
+        )
+
+    def log_length(self, spec: RopeSpec) -> int | None:
+        """The length beyond which log-n attention sharpens the scores (the trained one), or None if it is off."""
+        return self.lengths(spec).original if self.log_n else None
 
     def for_config(self, config: Any) -> Method:
         """The method with those defaults filled in that a checkpoint's config has a say in."""

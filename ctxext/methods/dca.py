@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from ctxext.attention.partition import Block, Partition, Region, column_of
 from ctxext.errors import ConfigError
-from ctxext.methods.base import Lengths, Method, Number, WholeNumber
-from ctxext.rope import RopeSpec, default_inv_freq
+from ctxext.methods.base import Number, WholeNumber
+from ctxext.methods.remapped import Remapped
+from ctxext.rope import RopeSpec
 
 
-class DCA(Method):
+class DCA(Remapped):
     """Cut the text into chunks and keep every relative position within the trained range, without training.
 
     With stride s = ``chunk_size`` - ``local_size``, r(i) = i mod s and chunk(i) = i div s, a query at position i and a
@@ -46,12 +47,6 @@ class DCA(Method):
     )
 
     name: Literal["dca"] = "dca"
-    factor: Number | None = Field(
-        None,
-        ge=1,
-        le=1e6,
-        description="How many times the trained length ctxext's tools read; changes no score. Default: 4.",
-    )
     chunk_size: WholeNumber | None = Field(
         None, ge=2, description="Relative positions stay below it, in tokens. Default: the checkpoint's, or L."
     )
@@ -61,29 +56,12 @@ class DCA(Method):
         description="Distances up to it are exact, in tokens; at most half of chunk_size, and by default a quarter, or "
         "what the checkpoint says.",
     )
-    frequencies: SerializeAsAny[Method] | None = Field(
-        None, description="A static method inside, e.g. {name: ntk, factor: 2}. Default: the model's own frequencies."
-    )
     temperature: Number = Field(
         0.0, ge=0, description="Sharpens attention beyond L: factor max(1, temperature ln(n/L) + 1); 0 is off."
     )
-    attention: Literal["fused", "naive"] = Field(
-        "fused", description="naive: the dense reference, quadratic in memory, which can return attention weights."
-    )
-
-    @field_validator("frequencies", mode="before")
-    @classmethod
-    def _parse_frequencies(cls, value: Any) -> Any:
-        from ctxext.config import parse_inner_method  # which knows all methods, this one among them
-
-        return parse_inner_method(value, "method.frequencies") if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
     def _check_sizes(self) -> DCA:
-        if self.frequencies is not None and self.frequencies.changes_attention:
-            raise ConfigError(
-                f"method dca: frequencies: {self.frequencies.name} changes attention itself; give a static method"
-            )
         if self.chunk_size is not None and self.local_size is not None:
             self._check_local_size(self.local_size, self.chunk_size)
         return self
@@ -95,10 +73,6 @@ class DCA(Method):
                 f"method dca: local_size {local_size} must be at most half of chunk_size {chunk_size}"
                 + (" (swapped?)" if local_size > chunk_size else "")
             )
-
-    @property
-    def changes_attention(self) -> bool:
-        return True
 
     def for_config(self, config: Any) -> DCA:
         """Fill in what the checkpoint's ``dual_chunk_attention_config`` says and the settings don't."""
@@ -118,12 +92,6 @@ class DCA(Method):
         assert isinstance(method, DCA)  # by its name
         return method
 
-    def lengths(self, spec: RopeSpec) -> Lengths:
-        if self.factor is None and self.max_position_embeddings is None:
-            original = self.original_max_position_embeddings or spec.original_max_position_embeddings
-            return Lengths(original, 4.0, 4 * original)
-        return super().lengths(spec)
-
     def sizes(self, spec: RopeSpec) -> tuple[int, int]:
         """``chunk_size`` and ``local_size`` on a given model.
 
@@ -133,9 +101,7 @@ class DCA(Method):
         original = self.lengths(spec).original
         chunk_size = self.chunk_size or original
         local_size = self.local_size or max(1, chunk_size // 4)
-        reach = max(
-            original, self.frequencies.lengths(self._trained(spec)).target if self.frequencies is not None else 0
-        )
+        reach = self.reach(spec)
         if chunk_size > reach:
             raise ConfigError(
                 f"method dca: chunk_size {chunk_size} is beyond the {reach} positions that the model reads; lower it, "
@@ -143,15 +109,6 @@ class DCA(Method):
             )
         self._check_local_size(local_size, chunk_size)
         return chunk_size, local_size
-
-    def _trained(self, spec: RopeSpec) -> RopeSpec:
-        """The rotary embedding with the trained length that this method goes by."""
-        return replace(spec, original_max_position_embeddings=self.lengths(spec).original)
-
-    def scaled_rope(self, spec: RopeSpec) -> tuple[Tensor, float]:
-        if self.frequencies is not None:
-            return self.frequencies.scaled_rope(self._trained(spec))
-        return default_inv_freq(spec.rope_theta, spec.rotary_dim), 1.0
 
     def partition(self, spec: RopeSpec) -> DualChunk:
         chunk_size, local_size = self.sizes(spec)
@@ -165,11 +122,12 @@ class DCA(Method):
             chunk_size=chunk_size,
             temperature=self.temperature,
             original=original,
+            log_length=self.log_length(spec),
         )
 
     def config_entries(self, spec: RopeSpec) -> dict[str, Any]:
-        if self.frequencies is not None:
-            return {}  # an engine that reads the entry would run these chunks at the plain frequencies
+        if self.frequencies is not None or self.log_n:
+            return {}  # an engine that reads the entry would run these chunks on plain frequencies and scores
         chunk_size, local_size = self.sizes(spec)
         entry = {
             "chunk_size": chunk_size,
@@ -202,7 +160,7 @@ class DualChunk(Partition):
 
     def frequencies_at(self, query: Tensor) -> tuple[Tensor, Tensor]:
         gain = (self.temperature * ((query + 1).to(torch.float64) / self.original).log() + 1).clamp(min=1)
-        return self.inv_freq.expand(len(query), -1), gain.float()
+        return self.inv_freq.expand(len(query), -1), (gain * self.log_gain(query)).float()
 
     def blocks(self, positions: Tensor, first: int) -> list[Block]:
         blocks = []
@@ -212,13 +170,12 @@ class DualChunk(Partition):
             previous = column_of(positions, (chunk - 1) * self.period)
             own = positions[first:end]
             rest = own % self.period
-            regions = [Region(slice(start, end), causal=True)]
+            regions = [Region(slice(start, end), shape="lower")]
             if previous < start:
                 turn = (rest + self.period).clamp(max=self.chunk_size - 1) - rest
                 regions.append(Region(slice(previous, start), turn))
             if previous > 0:
                 regions.append(Region(slice(0, previous), self.chunk_size - 1 - rest))
-            gain = self.frequencies_at(own)[1] if self.temperature else None
-            blocks.append(Block(slice(first, end), tuple(regions), self.inv_freq, gain=gain))
+            blocks.append(Block(slice(first, end), tuple(regions), self.inv_freq, gain=self.gain(own)))
             first = end
         return blocks

@@ -62,7 +62,7 @@ class Dynamic(Method):
 
     @property
     def changes_attention(self) -> bool:
-        return self.seq_len is None
+        return self.log_n or self.seq_len is None
 
     def _settle(self, original: int) -> Lengths:
         target = self.max_position_embeddings or self.seq_len or 4 * original
@@ -91,9 +91,9 @@ class Dynamic(Method):
     def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
         return self._static(spec, self.scale(spec, self.seq_len or 0)).rope_parameters(spec)
 
-    def partition(self, spec: RopeSpec) -> CausalScaling | None:
+    def partition(self, spec: RopeSpec) -> Partition | None:
         if self.seq_len is not None:
-            return None
+            return super().partition(spec)
         return CausalScaling(
             inv_freq=default_inv_freq(spec.rope_theta, spec.rotary_dim),
             attention_factor=1.0,
@@ -101,6 +101,7 @@ class Dynamic(Method):
             identity_length=self.lengths(spec).original,
             method=self,
             spec=spec,
+            log_length=self.log_length(spec),
         )
 
     @abstractmethod
@@ -181,6 +182,10 @@ class CausalScaling(Partition):
     method: Dynamic
     spec: RopeSpec
 
+    @property
+    def keeps_turned_keys(self) -> bool:
+        return True
+
     def describe(self) -> str:
         return (
             f"true distances; beyond {self.identity_length:,} tokens the frequencies follow each query's own position, "
@@ -198,9 +203,8 @@ class CausalScaling(Partition):
 
     def frequencies_at(self, query: Tensor) -> tuple[Tensor, Tensor]:
         scaled = [_scaled(self.method, self.spec, int(n)) for n in self.length_at(query)]
-        return torch.stack([inv_freq for inv_freq, _ in scaled]), torch.tensor(
-            [factor**2 for _, factor in scaled], dtype=torch.float32, device="cpu"
-        )
+        gain = torch.tensor([factor**2 for _, factor in scaled], dtype=torch.float64, device="cpu")
+        return torch.stack([inv_freq for inv_freq, _ in scaled]), (gain * self.log_gain(query)).float()
 
     def blocks(self, positions: Tensor, first: int) -> list[Block]:
         blocks = []
@@ -209,14 +213,20 @@ class CausalScaling(Partition):
             end = column_of(positions, length)
             inv_freq, attention_factor = _scaled(self.method, self.spec, length)
             own = positions[first:end]
-            gain = (
-                None
-                if attention_factor == 1
-                else torch.full((len(own),), attention_factor**2, dtype=torch.float32, device="cpu")
-            )
-            region = Region(slice(0, end), own, causal=True)
+            gain = (attention_factor**2 * self.log_gain(own)).float()
+            region = Region(slice(0, end), own, "lower", turned=True)
             exact = length > self.identity_length
-            blocks.append(Block(slice(first, end), (region,), inv_freq, positions[:end], gain, length, exact))
+            blocks.append(
+                Block(
+                    slice(first, end),
+                    (region,),
+                    inv_freq,
+                    positions[:end],
+                    None if bool((gain == 1).all()) else gain,
+                    length,
+                    exact,
+                )
+            )
             first = end
         return blocks
 

@@ -1,0 +1,188 @@
+"""A key-value cache that forgets what no later token attends to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ctxext.attention.bands import Bands
+from ctxext.errors import PatchError, UnsupportedModelError
+
+SLACK = 256
+"""Columns beyond those needed that a cache may hold before they are evicted, all at once."""
+
+
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer; its length is the number of tokens read, not of those kept."""
+
+    is_croppable = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.seen += key_states.shape[-2]
+        states: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+        return states
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def reset(self) -> None:
+        super().reset()
+        self.keys = self.values = None
+        self.is_initialized, self.seen = False, 0
+
+    def keep(self, columns: Tensor) -> None:
+        """Only these columns, int64 ``[1, n]`` or one row for each of the batch's: ``[B, n]``."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = _columns(self.keys, columns), _columns(self.values, columns)
+
+
+def _columns(x: Tensor, columns: Tensor) -> Tensor:
+    columns = columns.to(x.device)
+    if len(columns) == 1:
+        return x.index_select(2, columns[0])
+    return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+class StreamingCache(Cache):
+    """The cache of a model whose method sees first and last tokens only; what lies between is really evicted.
+
+    Memory and time per token stay the same however many tokens are read. Give it to ``generate`` or to the model as any
+    other cache: ``model.generate(ids, past_key_values=StreamingCache(model))``. Logits are those that any other cache
+    gives. What was evicted can't come back, so it can't be cropped then (as assisted generation does).
+
+    Args:
+        model: patched with ``streaming_llm`` or ``lm_infinite``.
+
+    Raises:
+        PatchError: no patch is on.
+        UnsupportedModelError: the method attends to all earlier tokens.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from ctxext.patching import active_patch, unwrap
+
+        patch = active_patch(model)
+        if patch is None:
+            raise PatchError("a StreamingCache needs a model that is patched with streaming_llm or lm_infinite")
+        ends = patch.partition.ends if isinstance(patch.partition, Bands) else None
+        if ends is None:
+            raise UnsupportedModelError(
+                f"method {patch.method.name} attends to all earlier tokens, so a StreamingCache has nothing to evict; "
+                "use streaming_llm or lm_infinite"
+            )
+        self._own = [_Layer() for _ in range(unwrap(model).config.num_hidden_layers)]
+        super().__init__(layers=list(self._own))
+        self.first, self.last = ends
+        self.columns = torch.empty(1, 0, dtype=torch.int64, device="cpu")
+        """Which of all tokens read each cached column holds: int64 ``[1, n]``, or ``[B, n]`` where rows differ."""
+        self._expected = 0
+
+    def begin(self, partition: Any, past: int, length: int, valid: Tensor | None) -> Tensor:
+        """Evict before the next tokens are read.
+
+        Args:
+            partition: of the patch that is on now.
+            past: tokens read so far.
+            length: tokens to be read.
+            valid: bool ``[B, past + length]`` on the CPU, which tokens are no padding, or None if all are.
+
+        Returns:
+            Which token each column holds during this pass: int64 ``[1, S]`` or ``[B, S]``.
+        """
+        if getattr(partition, "ends", None) != (self.first, self.last):
+            raise UnsupportedModelError(
+                f"this StreamingCache keeps the first {self.first:,} and the last {self.last:,} tokens, which isn't "
+                "what the patch that is on attends to; make a new one"
+            )
+        needed = self.first + self.last - 1
+        if self.columns.shape[1] > needed + SLACK:
+            self._evict(past, needed, valid)
+        self._expected = past + length
+        new = torch.arange(past, past + length, device="cpu").expand(len(self.columns), -1)
+        self.columns = torch.cat((self.columns, new), dim=1)
+        return self.columns
+
+    def _evict(self, past: int, needed: int, valid: Tensor | None) -> None:
+        if valid is None:
+            held, seen, end = (
+                self.columns,
+                torch.ones_like(self.columns, dtype=torch.bool),
+                torch.tensor([[past]], device="cpu"),
+            )
+        else:
+            columns = self.columns.expand(len(valid), -1)
+            ranks = valid[:, :past].cumsum(1)
+            end = ranks[:, -1:]  # the position of the next token
+            held, seen = ranks.gather(1, columns) - 1, valid.gather(1, columns)
+        wanted = seen & ((held < self.first) | (held > end - self.last))
+        # The same number in every row: a row with fewer tokens keeps padding too.
+        kept = wanted.long().argsort(dim=1, descending=True, stable=True)[:, :needed].sort(dim=1).values
+        self.columns = self.columns.expand(len(kept), -1).gather(1, kept)
+        for layer in self._own:
+            layer.keep(kept)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append; as any cache.
+
+        Raises:
+            PatchError: the pass didn't come through a patched model, which would not know what is missing.
+        """
+        if self._own[layer_idx].seen + key_states.shape[-2] != self._expected:
+            raise PatchError("a StreamingCache was given to a model that isn't patched with the method it was made for")
+        states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return states
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self.columns, self._expected = self.columns.new_empty(1, 0), 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens.
+
+        Raises:
+            UnsupportedModelError: tokens were evicted already, which the tokens before would attend to.
+        """
+        removed = abs(tokens_to_remove)
+        if tokens_to_remove > 0:  # how earlier releases say how much is to be left
+            removed = max(0, self.get_seq_length() - tokens_to_remove)
+        if not removed:
+            return
+        if self.columns.shape[1] != self.get_seq_length():
+            raise UnsupportedModelError(
+                "a StreamingCache that has evicted tokens can't be cropped; use a DynamicCache for assisted generation"
+            )
+        self.columns = self.columns[:, :-removed]
+        for layer in self._own:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys, layer.values = layer.keys[:, :, :-removed], layer.values[:, :, :-removed]
+                layer.seen -= removed
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Other rows of the batch, for beam search."""
+        super().reorder_cache(beam_idx)
+        self._rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row so many times."""
+        super().batch_repeat_interleave(repeats)
+        if len(self.columns) > 1:
+            self.columns = self.columns.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Some rows only."""
+        super().batch_select_indices(indices)
+        self._rows(indices)
+
+    def _rows(self, indices: Any) -> None:
+        if len(self.columns) > 1:
+            self.columns = self.columns[indices.to(self.columns.device)]

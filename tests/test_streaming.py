@@ -1,0 +1,136 @@
+"""The cache that forgets: the logits of any other cache, in bounded memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import attending
+import ctxext
+import tiny
+from attending import CACHED, alone, assert_rows_as_if_alone, cache_name, greedy, padded, patched, pieces, step
+from ctxext.attention import streaming
+
+pytestmark = attending.MARKS
+
+FORGETFUL = ("streaming", "lm_infinite", "lm_infinite_capped", "lm_infinite_global")
+
+
+@pytest.fixture(autouse=True)
+def _evicts_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "SLACK", 5)
+
+
+def held(cache: Any) -> int:
+    return max(layer.keys.shape[2] for layer in cache.layers)
+
+
+@pytest.mark.parametrize("setting", FORGETFUL)
+@pytest.mark.parametrize("size", [1, 3, 11, 60])
+def test_logits_are_those_of_a_text_read_whole(setting: str, size: int) -> None:
+    model, ids = patched(setting), tiny.tokens(180, 2)
+    cache = ctxext.StreamingCache(model)
+    logits = pieces(model, ids, [*range(size, 180, size), 180], cache=cache)
+    for i in range(2):
+        assert tiny.difference(logits[i], alone(setting, "llama", ids[i])) < CACHED
+    assert cache.get_seq_length() == 180
+    assert held(cache) <= cache.first + cache.last - 1 + 5 + size
+
+
+@pytest.mark.parametrize("setting", ["streaming", "lm_infinite"])
+@pytest.mark.parametrize("size", [1, 7, 50])
+def test_padded_rows_keep_their_own_first_tokens(setting: str, size: int) -> None:
+    model, (ids, mask) = patched(setting, "qwen3"), padded((140, 11, 90, 64, 139))
+    mask[3, 100:110] = 0  # and padding in the middle
+    ids[3, 100:110] = 0
+    cache = ctxext.StreamingCache(model)
+    logits = pieces(model, ids, [*range(size, 140, size), 140], mask, cache=cache)
+    assert_rows_as_if_alone(logits, setting, "qwen3", ids, mask)
+    assert held(cache) <= cache.first + cache.last - 1 + 5 + size
+
+
+def test_generate_goes_on_and_takes_a_second_turn() -> None:
+    model, ids = patched("streaming"), tiny.tokens(70, 2)
+    first, expected = (
+        greedy(model, ids, 40, **{cache_name(model): cache})
+        for cache in (ctxext.StreamingCache(model), DynamicCache(config=model.config))
+    )
+    assert torch.equal(first.sequences, expected.sequences)
+    cache = getattr(first, "cache", None) or first.past_key_values
+    assert held(cache) < 40
+    both = torch.cat((first.sequences, tiny.tokens(33, 2, seed=4)), dim=1)
+    second = greedy(model, both, 20, **{cache_name(model): cache})
+    assert torch.equal(second.sequences, greedy(model, both, 20).sequences)
+
+
+def test_beam_search_is_that_of_another_cache() -> None:
+    model, (ids, mask) = patched("streaming"), padded((80, 70))
+    options = {"attention_mask": mask, "num_beams": 3, "max_new_tokens": 12, "do_sample": False}
+    found = model.generate(ids, **options, **{cache_name(model): ctxext.StreamingCache(model)})
+    assert torch.equal(found, model.generate(ids, **options))
+
+
+def test_a_copy_and_a_reset_cache_start_where_they_say() -> None:
+    model, ids = patched("streaming"), tiny.tokens(90)
+    cache = ctxext.StreamingCache(model)
+    pieces(model, ids[:, :80], (70, 80), cache=cache)
+    twin = copy.deepcopy(cache)
+    expected = alone("streaming", "llama", ids[0])[80:]
+    for which in (twin, cache):
+        assert tiny.difference(pieces(model, ids[:, 80:], (5, 10), cache=which)[0], expected) < CACHED
+    cache.reset()
+    assert tiny.difference(pieces(model, ids, (70, 90), cache=cache)[0, 80:], expected) < CACHED
+
+
+def test_cropping_is_possible_until_something_was_evicted() -> None:
+    model, ids, other = patched("streaming"), tiny.tokens(60), tiny.tokens(12, seed=3)
+    cache = ctxext.StreamingCache(model)
+    pieces(model, ids[:, :20], (20,), cache=cache)
+    cache.crop(-7)
+    logits = pieces(model, other, (12,), cache=cache)
+    expected = alone("streaming", "llama", torch.cat((ids[:, :13], other), dim=1)[0])
+    assert tiny.difference(logits[0], expected[13:]) < CACHED
+    pieces(model, ids, (30, 60), cache=cache)
+    with pytest.raises(ctxext.UnsupportedModelError, match="has evicted tokens can't be cropped"):
+        cache.crop(-1)
+
+
+def test_a_cache_of_another_method_or_of_none_is_refused() -> None:
+    model, ids = patched("streaming"), tiny.tokens(90)
+    cache = ctxext.StreamingCache(model)
+    pieces(model, ids[:, :80], (80,), cache=cache)
+    ctxext.patch(model, ctxext.StreamingLLM(n_sink=3, window=30), replace=True)
+    with pytest.raises(ctxext.UnsupportedModelError, match="keeps the first 3 and the last 20 tokens"):
+        step(model, ids[:, 80:81], cache)
+    ctxext.unpatch(model)
+    with pytest.raises(ctxext.PatchError, match="isn't patched"), torch.no_grad():
+        step(model, ids[:, 80:81], cache)
+    with pytest.raises(ctxext.PatchError, match="needs a model that is patched"):
+        ctxext.StreamingCache(model)
+    for method in (ctxext.DCA(), ctxext.ReRoPE(), ctxext.YaRN(factor=2)):
+        with ctxext.patch(model, method), pytest.raises(ctxext.UnsupportedModelError, match="nothing to evict"):
+            ctxext.StreamingCache(model)
+
+
+def test_the_rotary_module_may_begin_again_within_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctxext.methods.remapped.PERIOD", 40)
+    model, reference = patched("streaming"), patched("streaming", attention="naive")
+    assert model.model.rotary_emb.period == 40
+    ids = tiny.tokens(400)
+    logits = pieces(model, ids, [*range(13, 400, 13), 400], cache=ctxext.StreamingCache(model))
+    assert tiny.difference(logits, tiny.logits(reference, ids, use_cache=False)) < CACHED
+
+
+@pytest.mark.parametrize("setting", ["streaming", "self_extend", "rerope"])
+def test_ten_million_tokens_on_angles_are_as_exact_as_at_the_start(setting: str) -> None:
+    # In stock rotary embeddings an angle is off by half a radian there.
+    model, ids = patched(setting), tiny.tokens(60)
+    near, far = (
+        tiny.logits(model, ids, use_cache=False, position_ids=torch.arange(60)[None] + start)
+        for start in (2**15 + 700, 301 * 2**15 + 700)
+    )
+    assert tiny.difference(near, far) < CACHED
