@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer
 
 from ctxext.errors import ConfigError, nearest
 from ctxext.methods import Method, method_class
 from ctxext.methods.base import Number, WholeNumber
+from ctxext.search.space import parse_spaces
 
 
 def _listed(value: Any) -> Any:
@@ -196,6 +197,63 @@ class FinetuneSection(Section):
     trackers: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field((), description="E.g. tensorboard.")
 
 
+def _checked_spaces(methods: dict[str, Any]) -> dict[str, Any]:
+    """The mapping as it is, if spaces can be made of it."""
+    parse_spaces(methods)
+    return methods
+
+
+class SearchText(Section):
+    """Documents with keys in them, as trials or the held-out comparison read them."""
+
+    dataset: str = "builtin:python-stdlib"
+    config_name: str | None = None
+    split: str | None = None
+    text_column: str | None = None
+    dataset_revision: str | None = None
+    skip_documents: Annotated[WholeNumber, Field(ge=0)] = Field(
+        0, description="Documents of the data set that are left to others, from its start."
+    )
+    max_documents: Annotated[WholeNumber, Field(ge=1)] = 4
+    length: Lengths = Field((), description="Positions before which the loss is taken. Default: the target.")
+    seed: WholeNumber = Field(0, description="Of the keys.")
+    bos: Literal["auto", "always", "never"] = "auto"
+
+
+class SearchWeights(Section):
+    """What a nat of each part of the objective counts."""
+
+    text: Annotated[Number, Field(ge=0)] = 1.0
+    passkey: Annotated[Number, Field(ge=0)] = 0.1
+    trained: Annotated[Number, Field(ge=0)] = 1.0
+
+
+class SearchSection(Section):
+    """A search over methods and their settings."""
+
+    target: Annotated[WholeNumber, Field(ge=2)] | None = Field(None, description="Tokens that settings have to reach.")
+    methods: Annotated[dict[str, Any], AfterValidator(_checked_spaces)] = Field(
+        default_factory=dict, description="Label: fields of the method, each a value, a list of choices, or a range."
+    )
+    trials: Annotated[WholeNumber, Field(ge=1)] = 50
+    minutes: Annotated[Number, Field(gt=0)] | None = Field(None, description="No trial is begun after so many minutes.")
+    seed: Annotated[WholeNumber, Field(ge=0)] = 0
+    sampler: Literal["tpe", "gp", "random"] = "tpe"
+    startup: Annotated[WholeNumber, Field(ge=1)] = Field(
+        10, description="Trials before the sampler goes by what it has seen; and before any is stopped early."
+    )
+    pruning: Literal["median", "none"] = Field(
+        "median", description="median: a trial worse than half of the others on the same documents is stopped."
+    )
+    last: Annotated[WholeNumber, Field(ge=1)] = Field(1024, description="Tokens before each length that are judged.")
+    weights: SearchWeights = SearchWeights()
+    depth: Annotated[Depths, Field(min_length=1)] = Field(
+        (0.1, 0.5, 0.9), description="Where keys stand in each document: 0 start, 1 end."
+    )
+    text: SearchText = SearchText()
+    held_out: SearchText = SearchText(skip_documents=4, max_documents=12, seed=1)
+
+
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelSection,
     "perplexity": PerplexitySection,
@@ -205,6 +263,7 @@ SECTIONS: dict[str, type[Section]] = {
     "longppl": LongPPLSection,
     "compare": CompareSection,
     "finetune": FinetuneSection,
+    "search": SearchSection,
 }
 
 
@@ -221,6 +280,7 @@ class Config:
     longppl: LongPPLSection
     compare: CompareSection
     finetune: FinetuneSection
+    search: SearchSection
 
     def resolved(self, *sections: str) -> dict[str, Any]:
         """Plain values with all defaults filled in, as they are written beside results."""
@@ -278,6 +338,7 @@ def load_config(
         longppl=parsed["longppl"],  # type: ignore[arg-type]
         compare=parsed["compare"],  # type: ignore[arg-type]
         finetune=parsed["finetune"],  # type: ignore[arg-type]
+        search=parsed["search"],  # type: ignore[arg-type]
     )
 
 

@@ -122,11 +122,14 @@ def dataset_id(dataset: str, *, revision: str | None = None) -> str:
     return id_ if revision is None else f"{id_}@{revision}"
 
 
-def require_disjoint(train: Iterable[Document], evaluation: Iterable[Document]) -> None:
+def require_disjoint(
+    train: Iterable[Document], evaluation: Iterable[Document], *, names: str = "training and evaluation data"
+) -> None:
     """Refuse to evaluate on what a model was trained on.
 
     Compared are ids, and whole texts by their sha256; blank texts don't count. Part of a document, or a document with
     other blanks or spelling, is not recognised. Both are read once, and only hashes of ``train`` are kept.
+    ``names`` is what the error calls the two.
 
     Raises:
         DataError: a document of ``evaluation`` has the text or the id of one of ``train``.
@@ -143,7 +146,7 @@ def require_disjoint(train: Iterable[Document], evaluation: Iterable[Document]) 
             first = first or f"{document.id!r} is in both (the same {'text' if same_text else 'id'})"
     if count:
         raise DataError(
-            f"training and evaluation data overlap in {count} document{'s' if count > 1 else ''}: {first}; evaluate on "
+            f"{names} overlap in {count} document{'s' if count > 1 else ''}: {first}; evaluate on "
             "another split, take them out, or rename files that only share a name"
         )
 

@@ -239,11 +239,58 @@ def _plot_ruler(record: Mapping[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+def _plot_search(record: Mapping[str, Any], path: Path) -> None:
+    """The objective by trial, and by each parameter that was searched; one colour for each method."""
+    rows = [row for row in record["rows"] if row["objective"] is not None]
+    names = list(dict.fromkeys(name for row in rows for name in row["parameters"] if name != "method"))
+    colours = {label: f"C{i % 10}" for i, label in enumerate(dict.fromkeys(row["method"] for row in rows))}
+    columns = min(4, 1 + len(names))
+    lines = math.ceil((1 + len(names)) / columns)
+    figure, axes = _figure(width=3.4, height=3.0 * lines, columns=columns, rows=lines)
+    first, *others = list(getattr(axes, "flat", [axes]))
+    best = record["summary"]["best"]
+    _objectives(first, [row["trial"] for row in rows], rows, best["trial"], colours)
+    so_far = [min(row["objective"] for row in rows[: i + 1]) for i in range(len(rows))]
+    first.plot([row["trial"] for row in rows], so_far, color="0.55", drawstyle="steps-post", zorder=0)
+    first.set(xlabel="trial", ylabel="objective")
+    for ax, name in zip(others, names, strict=False):
+        shown = [row for row in rows if name in row["parameters"]]
+        values = [row["parameters"][name] for row in shown]
+        numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+        _objectives(ax, values if numbers else [str(value) for value in values], shown, best["trial"], colours)
+        ax.set(xlabel=name)
+        ax.sharey(first)
+    for ax in others[len(names) :]:
+        ax.set_axis_off()
+    # What fails far from the rest would hide the differences that matter.
+    middle = sorted(row["objective"] for row in rows)[len(rows) // 2]
+    if middle > best["objective"]:
+        height = middle - best["objective"]
+        first.set_ylim(best["objective"] - 0.3 * height, best["objective"] + 4 * height)
+    marks = [first.plot([], [], "o", color=colour, label=label)[0] for label, colour in colours.items()]
+    marks += [first.plot([], [], "s", color="0.6", label="defaults")[0]]
+    marks += [first.plot([], [], "*", color="0.6", markersize=12, label="the best")[0]]
+    figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), frameon=False, fontsize="small")
+    figure.suptitle(f"{record['provenance']['model']}: search for {record['protocol']['target']:,} tokens")
+    _save(figure, path)
+
+
+def _objectives(
+    axes: Any, values: Sequence[Any], rows: Sequence[Mapping[str, Any]], best: int, colours: Mapping[str, str]
+) -> None:
+    """Trials as dots, defaults as squares, the best as a star."""
+    for value, row in zip(values, rows, strict=True):
+        marker = "*" if row["trial"] == best else "s" if row["is_default"] else "o"
+        size = 13 if row["trial"] == best else 5
+        axes.plot([value], [row["objective"]], marker, color=colours[row["method"]], markersize=size)
+
+
 _PICTURES = {
     "perplexity": _plot_perplexity,
     "positions": _plot_positions,
     "passkey": _plot_passkey,
     "ruler": _plot_ruler,
+    "search": _plot_search,
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from ctxext.errors import ConfigError
+from ctxext.evaluation.artefacts import command
 from ctxext.evaluation.runs import read_run
 
 FORMATS = ("md", "csv", "json", "html")
@@ -67,8 +68,57 @@ def markdown_table(content: Mapping[str, Any]) -> str:
     """The table of a comparison, or the rows of a run."""
     if "entries" in content:
         return comparison_table(content)
+    if content["task"] == "search":
+        return search_tables(content)
     header, rows = _run_cells(content)
     return _markdown(header, rows)
+
+
+def search_tables(record: Mapping[str, Any]) -> str:
+    """What a search found, the comparison on held-out text, and all trials, the best first."""
+    summary = record["summary"]
+    text = f"{summary['verdict']}.\n"
+    if summary["differences"]:
+        documents = record["counts"]["held_out_documents"]
+        text += f"\n{_markdown(*held_out_cells(summary))}\n{intervals_mean(documents)}\n"
+    return f"{text}\n{_markdown(*trial_cells(record['rows']))}"
+
+
+def held_out_cells(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """A line for each default that the best setting of a search was compared with: differences in nats a token."""
+    header = [f"{summary['best']['title']} against", "text", "answers of passkey prompts", "within the trained length"]
+    lines = []
+    for row in summary["differences"]:
+        cells = [
+            _change(row.get(part), summary["noise_floor_nll"], plain=False) for part in ("text", "passkey", "trained")
+        ]
+        lines.append([row["against"] + (f": {row['reason']}" if row["reason"] else ""), *cells])
+    return header, lines
+
+
+def intervals_mean(documents: int) -> str:
+    """What the intervals of a search's held-out comparison stand for."""
+    if documents == 1:
+        return "One held-out document: no interval, because it says nothing about others."
+    return (
+        f"Differences in nats a token on the same {documents} documents; below zero the best setting "
+        "is better. 95 % intervals over documents, each of which counts as one sample however long it is; p by "
+        "Holm's method."
+    )
+
+
+def trial_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Trials by objective, then those without one."""
+    header = ["trial", "method", "objective", "text", "answers", "lost within the trained length", "settings"]
+    ordered = sorted(rows, key=lambda row: (row["objective"] is None, row["objective"] or 0.0, row["trial"]))
+    lines = []
+    for row in ordered:
+        numbers = [
+            "-" if row[key] is None else f"{row[key]:.4f}" for key in ("objective", "text", "passkey", "trained")
+        ]
+        said = " ".join(part for part in (row["settings"], f"({row['reason']})" if row["reason"] else "") if part)
+        lines.append([str(row["trial"]), row["method"], *numbers, said])
+    return header, lines
 
 
 def comparison_table(compared: Mapping[str, Any]) -> str:
@@ -95,7 +145,6 @@ def html_report(folders: Sequence[Path]) -> str:
         content = read_result(folder)
         compared = "entries" in content
         header, rows = _compared_cells(content) if compared else _run_cells(content)
-        command = "compare" if compared else content["task"]
         sections.append(
             {
                 "title": title(content),
@@ -109,7 +158,7 @@ def html_report(folders: Sequence[Path]) -> str:
                 ],
                 "provenance": content["provenance"],
                 "configuration": yaml.safe_dump(_without_nulls(content["configuration"]), sort_keys=False),
-                "command": f"ctxext eval {command} --config config.yaml",
+                "command": f"{command('compare' if compared else content['task'])} --config config.yaml",
             }
         )
     environment = Environment(loader=PackageLoader("ctxext", ""), autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -294,9 +343,9 @@ def _figures(content: Mapping[str, Any]) -> Iterator[list[Any]]:
 
 def _row_figures(model: str, method: str, task: str, row: Mapping[str, Any]) -> Iterator[list[Any]]:
     length = row.get("length", row.get("high"))
-    part = row.get("depth", row.get("task", row.get("low", "")))
+    part = row.get("depth", row.get("task", row.get("low", row.get("trial", ""))))
     for key, value in row.items():
-        if key in ("length", "depth", "task", "low", "high"):
+        if key in ("length", "depth", "task", "low", "high", "trial"):
             continue
         if _is_interval(value):
             yield [model, method, task, length, part, f"{key}_low", value[0]]

@@ -88,6 +88,13 @@ def test_the_order_of_methods_changes_nothing(checkpoint: Path, texts: Path) -> 
     assert {entry.label: entry.records["perplexity"]["rows"] for entry in back} == rows
 
 
+def test_the_plain_model_can_be_left_out(checkpoint: Path, texts: Path) -> None:
+    methods = {label: method for label, method in METHODS.items() if label in ("YaRN x4", "DCA")}
+    entries, _ = compared(checkpoint, configured(checkpoint, texts, methods), with_plain=False)
+    assert [entry.label for entry in entries] == list(methods)
+    assert all(entry.losses for entry in entries)
+
+
 def test_a_method_that_leaves_something_behind_ends_the_comparison(
     checkpoint: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

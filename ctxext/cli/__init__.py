@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ctxext import __version__
-from ctxext.cli import compare, evaluate, export, finetune, info, plan, run
+from ctxext.cli import compare, evaluate, export, finetune, info, plan, run, search
 from ctxext.errors import CtxextError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ evaluate.app.command("compare")(compare.compare)
 app.add_typer(evaluate.app, name="eval")
 app.command("report")(compare.report)
 app.command("plan")(plan.plan)
+app.command("search")(search.search)
 app.command("finetune")(finetune.finetune)
 app.command("export")(export.export)
 app.command("inspect")(info.inspect)

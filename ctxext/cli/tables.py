@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -42,6 +43,8 @@ def _conclusions(record: Mapping[str, Any]) -> list[str]:
             lines.append("keys found with this very model: not comparable with other checkpoints on keys of their own")
     if record["task"] == "passkey":
         lines += _passkey_conclusions(summary)
+    if record["task"] == "search":
+        lines += _search_conclusions(record)
     if record["task"] == "ruler" and "effective_length" in summary:
         effective, threshold = summary["effective_length"], summary["threshold"]
         reached = "no length" if effective is None else f"up to {effective:,} tokens"
@@ -62,6 +65,19 @@ def _passkey_conclusions(summary: Mapping[str, Any]) -> list[str]:
     if summary.get("agreement") is not None and summary["agreement"] < 0.99:
         lines.append(f"forced and generated answers agree in {summary['agreement']:.0%} of the prompts only")
     return lines
+
+
+def _search_conclusions(record: Mapping[str, Any]) -> list[str]:
+    from ctxext.reporting import held_out_cells, intervals_mean
+
+    summary, lines = record["summary"], []
+    if summary["differences"]:
+        (first, *names), rows = held_out_cells(summary)
+        for against, *cells in rows:
+            found = ", ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True))
+            lines.append(f"held out, {first} {against}: {found}")
+        lines.append(intervals_mean(record["counts"]["held_out_documents"]))
+    return [*lines, summary["verdict"]]
 
 
 def short_length() -> str:
@@ -159,10 +175,23 @@ def _longppl(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def _search(rows: Sequence[Mapping[str, Any]]) -> Table:
+    from ctxext.reporting import trial_cells
+
+    header, lines = trial_cells(rows)
+    table = Table(*header, box=None, header_style="bold")
+    for column in table.columns[2:-1]:
+        column.justify = "right"
+    for line in lines:
+        table.add_row(*map(escape, line))
+    return table
+
+
 _TABLES = {
     "longppl": _longppl,
     "perplexity": _perplexity,
     "positions": _positions,
     "passkey": _passkey,
     "ruler": _ruler,
+    "search": _search,
 }

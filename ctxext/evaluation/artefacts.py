@@ -12,6 +12,11 @@ from ctxext.errors import CtxextError
 from ctxext.files import write_bytes
 
 
+def command(task: str) -> str:
+    """The command that makes results of ``task``."""
+    return "ctxext search" if task == "search" else f"ctxext eval {task}"
+
+
 def write_artefacts(record: Mapping[str, Any], folder: Path) -> list[str]:
     """Write ``config.yaml`` and the pictures of ``record`` into ``folder``; a line for people about each.
 
@@ -20,7 +25,7 @@ def write_artefacts(record: Mapping[str, Any], folder: Path) -> list[str]:
     from ctxext.plotting import plot_record
 
     resolved = {key: value for key, value in record["configuration"].items() if value is not None}
-    text = f"# ctxext eval {record['task']} --config config.yaml\n" + yaml.safe_dump(resolved, sort_keys=False)
+    text = f"# {command(record['task'])} --config config.yaml\n" + yaml.safe_dump(resolved, sort_keys=False)
     write_bytes(text.encode(), folder / "config.yaml")
     lines = [f"wrote {folder}"]
     try:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import gc
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,38 @@ class Entry:
     losses: dict[int, list[TokenLosses]] = field(default_factory=dict, repr=False)
 
 
+class NothingChangedError(PatchError):
+    """A method whose rotations are the plain model's, so that it can't be what was meant."""
+
+
+class Bench:
+    """A loaded model that methods are put on in turn; between them it must be what it was, to the bit."""
+
+    def __init__(self, model: Any, *, replace_scaling: bool = False) -> None:
+        """A method that is on is taken off, and not put back."""
+        if (own := active_patch(unwrap(model))) is not None:
+            own.remove()
+        self.model, self._replace_scaling = model, replace_scaling
+        self._baseline, self._fingerprint = _probe(model), inspect(model).fingerprint
+
+    @contextmanager
+    def extended(self, label: str, method: Method | None) -> Iterator[None]:
+        """The model with ``method`` on it (None: plain), checked to act, and taken off at the end.
+
+        Raises:
+            CtxextError: the method doesn't fit the model.
+            NothingChangedError: it changes nothing.
+            PatchError: at the end, the model isn't what it was.
+        """
+        handle = None if method is None else patch(self.model, method, replace_scaling=self._replace_scaling)
+        with handle or nullcontext():
+            if handle is not None and inspect(self.model).fingerprint == self._fingerprint:
+                raise NothingChangedError(f"{label}: the method changes nothing: its rotations are the plain model's")
+            yield
+        if not torch.equal(_probe(self.model), self._baseline):
+            raise PatchError(f"after {label} the plain model's logits are not what they were: results would be wrong")
+
+
 def compare(
     model: Any,
     tokenizer: Any,
@@ -62,6 +94,7 @@ def compare(
     folder: Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    with_plain: bool = True,
     progress: Callable[[str, str, Prepared], Any] | None = None,
 ) -> list[Entry]:
     """Run ``tasks`` on the plain model and on each of ``methods``, one after the other, on weights loaded once.
@@ -73,12 +106,13 @@ def compare(
     Args:
         model: a loaded model; a method that is on is taken off, and not put back.
         tokenizer: the model's.
-        methods: by label; None is the plain model, which is always there, and first.
+        methods: by label; None is the plain model, which comes first.
         tasks: evaluations by name.
         configuration: what the tasks were prepared from.
         folder: for the runs, one each in ``<label>/<task>``.
         resume: go on with runs that are there.
         overwrite: start again.
+        with_plain: measure the plain model even if it isn't among ``methods``.
         progress: called with label, task and evaluation before each; a context manager that gives a callback.
 
     Raises:
@@ -92,28 +126,25 @@ def compare(
             "an adapter is made for the method that it was trained under, so methods can't be compared on it: evaluate "
             "it by itself"
         )
-    if (own := active_patch(unwrap(model))) is not None:
-        own.remove()
-    baseline, fingerprint = _probe(model), inspect(model).fingerprint
+    bench = Bench(model, replace_scaling=_replaces(configuration))
+    first: dict[str, Method | None] = {PLAIN: None} if with_plain or PLAIN in methods else {}
     entries = []
-    for label, method in {PLAIN: None, **{label: m for label, m in methods.items() if m is not None}}.items():
+    for label, method in {**first, **{label: m for label, m in methods.items() if m is not None}}.items():
         entry = Entry(label, method)
         entries.append(entry)
-        try:
-            handle = None if method is None else patch(model, method, replace_scaling=_replaces(configuration))
-        except CtxextError as error:
-            entry.reasons = dict.fromkeys(tasks, str(error))
-            continue
-        if handle is not None and inspect(model).fingerprint == fingerprint:
-            raise PatchError(f"{label}: the method changes nothing: its rotations are the plain model's")
-        with handle or nullcontext():
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(bench.extended(label, method))
+            except NothingChangedError:
+                raise
+            except CtxextError as error:
+                entry.reasons = dict.fromkeys(tasks, str(error))
+                continue
             for task, prepared in tasks.items():
                 place = None if folder is None else folder / _slug(label) / task
                 run = Run(place, resume=resume and place is not None, overwrite=overwrite and place is not None)
                 with progress(label, task, prepared) if progress is not None else nullcontext() as bar:
                     _measure(entry, task, prepared, replace(configuration, method=method), model, tokenizer, run, bar)
-        if not torch.equal(_probe(model), baseline):
-            raise PatchError(f"after {label} the plain model's logits are not what they were: results would be wrong")
     return entries
 
 

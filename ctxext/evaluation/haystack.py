@@ -1,6 +1,6 @@
 """Passkey prompts: five-digit keys hidden at set depths in filler text of an exact number of tokens.
 
-How they are asked and scored is passkey.py's part.
+How they are asked and scored is passkey.py's part; documents with a key in them are what ``ctxext search`` reads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from ctxext.data import resolve_bos, tokenize
+from ctxext.data import Document, resolve_bos, tokenize
 from ctxext.errors import ConfigError
 from ctxext.evaluation.prompts import Prompt, common_prefix, forced_answer, most_units
 
@@ -38,11 +38,12 @@ SLACK = 24
 
 
 class Needle(NamedTuple):
-    """A key, the sentence that says it, and where it should stand among the filler (0 start, 1 end)."""
+    """A key, the sentence that says it, its place among the filler (0 start, 1 end), and the question for it."""
 
     key: str
     sentence: str
     depth: float
+    question: str = QUESTION
 
 
 class Filler(NamedTuple):
@@ -126,6 +127,73 @@ def build_prompt(
     )
 
 
+class KeyedText(NamedTuple):
+    """A document with keys hidden in it, and the questions for them with their answers at the end.
+
+    ``text_tokens`` counts the tokens before the first question, ``answers`` says which tokens each answer is made of,
+    as begin and end.
+    """
+
+    document: Document
+    text_tokens: int
+    answers: tuple[tuple[int, int], ...]
+
+
+def hide_keys(
+    tokenizer: Any,
+    document: Document,
+    *,
+    length: int,
+    depths: Sequence[float],
+    seed: int,
+    bos: Literal["auto", "always", "never"] = "auto",
+) -> KeyedText | None:
+    """The beginning of a document as a passkey prompt with its answers, in ``length`` positions, BOS included.
+
+    One key stands at each of ``depths`` (0 start, 1 end); with more than one, each belongs to somebody, and all are
+    asked for in turn. As many words of the document are taken as fit, so that it may be a word shorter than ``length``;
+    between them nothing is changed. The keys are a function of seed, document, length and depths, and no numbers of the
+    document.
+
+    Returns None for a document of fewer than ``length`` tokens.
+
+    Raises:
+        ConfigError: not even the prompt without text fits, or there are more depths than names.
+    """
+    if len(depths) > len(NAMES):
+        raise ConfigError(f"{len(depths)} depths are more than there are names for keys: at most {len(NAMES)}")
+    if len(tokenize(tokenizer, document.text)) < length:
+        return None
+    identity = f"{seed}|{document.id}|{length}|{[float(depth) for depth in depths]}"
+    first, others, _ = _needles(identity, depths[0], len(depths) - 1, Filler(document.id, (document.text,)))
+    needles = [needle._replace(depth=depth) for needle, depth in zip((first, *others), depths, strict=True)]
+    placed = sorted(needles, key=lambda needle: needle.depth)
+    words = re.findall(r"\S+\s*|\s+", document.text)
+
+    def body(n: int) -> str:
+        cuts = [0, *(round(needle.depth * n) for needle in placed), n]
+        parts = ["".join(words[begin:end]) for begin, end in itertools.pairwise(cuts)]
+        sentences = [*(needle.sentence for needle in placed), ""]
+        return "\n\n".join(filter(None, [INSTRUCTION, *itertools.chain(*zip(parts, sentences, strict=True))]))
+
+    def ending() -> list[str]:
+        """Text and answers by turns."""
+        asked = [("\n\n" if i == 0 else ".\n\n") + needle.question for i, needle in enumerate(needles)]
+        return list(itertools.chain(*((question, f" {n.key}") for question, n in zip(asked, needles, strict=True))))
+
+    def tokens(text: str) -> list[int]:
+        return tokenize(tokenizer, text)
+
+    room = length - (resolve_bos(tokenizer, bos) is not None)
+    n = most_units(lambda n: len(tokens(body(n) + "".join(ending()))), room)
+    if n < 1:
+        raise ConfigError(f"length {length} is too short for a text with {len(depths)} keys in it; give a longer one")
+    texts = list(itertools.accumulate([body(n), *ending()]))
+    whole = tokens(texts[-1])
+    ends = [common_prefix(tokens(text), whole) for text in texts]
+    return KeyedText(Document(document.id, texts[-1]), ends[0], tuple(zip(ends[1::2], ends[2::2], strict=True)))
+
+
 def _needles(identity: str, depth: float, distractors: int, filler: Filler | None) -> tuple[Needle, list[Needle], str]:
     """The needle that is asked for, the others, and the question."""
     digest = hashlib.sha256(identity.encode()).hexdigest()
@@ -144,8 +212,12 @@ def _needles(identity: str, depth: float, distractors: int, filler: Filler | Non
         return Needle(free[0], NEEDLE.format(key=free[0]), depth), [], QUESTION
     names = draw.sample(NAMES, 1 + distractors)
     sentences = [NAMED_NEEDLE.format(name=name, key=key) for name, key in zip(names, free, strict=True)]
-    others = [Needle(key, text, draw.random()) for key, text in zip(free[1:], sentences[1:], strict=True)]
-    return Needle(free[0], sentences[0], depth), others, NAMED_QUESTION.format(name=names[0])
+    questions = [NAMED_QUESTION.format(name=name) for name in names]
+    others = [
+        Needle(key, text, draw.random(), question)
+        for key, text, question in zip(free[1:], sentences[1:], questions[1:], strict=True)
+    ]
+    return Needle(free[0], sentences[0], depth, questions[0]), others, questions[0]
 
 
 class _Haystack:
