@@ -650,6 +650,8 @@ _OTHER: dict[str, Any] = {
     "local_size": 8,
     "frequencies": {"name": "ntk", "factor": 2},
     "temperature": 0.3,
+    "amplification": 2,
+    "solver_steps": 4,
 }
 
 
@@ -665,6 +667,12 @@ def scores(method: ctxext.Method) -> list[list[float]]:
 
 def effect(method: ctxext.Method) -> tuple[list[float], float, int, list[list[float]]]:
     inv_freq, attention = method.scaled_rope(TINY)
+    learned = method.learned_rope(TINY)
+    if learned is not None:
+        # Anything but the start, where the learned part does nothing.
+        for parameter in learned.parameters():
+            parameter.data.add_(0.02)
+        inv_freq = learned(method.lengths(TINY).factor)
     return inv_freq.tolist(), attention, method.lengths(TINY).target, scores(method)
 
 

@@ -56,6 +56,7 @@ METHODS: dict[str, ctxext.Method] = {
     "dynamic_ntk": ctxext.DynamicNTK(step=16),
     "dynamic_yarn": ctxext.DynamicYaRN(step=16, factor=2),
     "dca": ctxext.DCA(chunk_size=24, local_size=8),
+    "clex": ctxext.CLEX(factor=4),
 }
 """One setting of every method, for models with eight frequencies."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ctxext.errors import ConfigError, nearest
 from ctxext.methods.base import Method
+from ctxext.methods.clex import CLEX
 from ctxext.methods.dca import DCA
 from ctxext.methods.dynamic import DynamicNTK, DynamicYaRN
 from ctxext.methods.llama3 import Llama3
@@ -19,7 +20,7 @@ from ctxext.methods.yarn import YaRN
 
 METHODS: dict[str, type[Method]] = {
     cls.model_fields["name"].default: cls
-    for cls in (PI, NTK, NTKByParts, YaRN, RopeTheta, Llama3, LongRoPE, DynamicNTK, DynamicYaRN, DCA)
+    for cls in (PI, NTK, NTKByParts, YaRN, RopeTheta, Llama3, LongRoPE, CLEX, DynamicNTK, DynamicYaRN, DCA)
 }
 
 
@@ -43,6 +44,7 @@ def method_class(settings: Mapping[str, Any]) -> type[Method]:
 
 
 __all__ = [
+    "CLEX",
     "DCA",
     "METHODS",
     "NTK",

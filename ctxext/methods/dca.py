@@ -84,6 +84,11 @@ class DCA(Method):
             raise ConfigError(
                 f"method dca: frequencies: {self.frequencies.name} changes attention itself; give a static method"
             )
+        if self.frequencies is not None and self.frequencies.learns:
+            raise ConfigError(
+                f"method dca: frequencies: {self.frequencies.name} learns its frequencies, which are fixed in here; "
+                "export the trained model, and give its factors as longrope"
+            )
         if self.chunk_size is not None and self.local_size is not None:
             self._check_local_size(self.local_size, self.chunk_size)
         return self
