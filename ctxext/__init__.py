@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ctxext.errors import UnsupportedModelError as UnsupportedModelError
     from ctxext.inspection import Inspection as Inspection
     from ctxext.inspection import inspect as inspect
+    from ctxext.methods import CLEX as CLEX
     from ctxext.methods import DCA as DCA
     from ctxext.methods import METHODS as METHODS
     from ctxext.methods import NTK as NTK
@@ -56,6 +57,7 @@ _EXPORTS = {
     ),
     "ctxext.inspection": ("Inspection", "inspect"),
     "ctxext.methods": (
+        "CLEX",
         "DCA",
         "METHODS",
         "NTK",

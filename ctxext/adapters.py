@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,10 @@ from ctxext.config import parse_method
 from ctxext.errors import CtxextError, ModelLoadError
 from ctxext.files import new_folder
 from ctxext.inspection import Inspection, inspect
+from ctxext.learned import read_weights
 from ctxext.methods import METHODS, Method
 from ctxext.models import explain, is_adapter, looks_like_path, recorded_method
-from ctxext.patching import active_patch, patch, unwrap
+from ctxext.patching import Patch, active_patch, patch, unwrap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,6 +65,8 @@ def save_adapter(
 ) -> None:
     """Write a trained adapter and, in ``ctxext.yaml``, the method that is on the model, for ``load_model`` to put on.
 
+    What the method has learned lies beside them in a file of its own (``clex.safetensors``).
+
     The record also says what the method came to on this base: its ``rope_theta`` and trained length, and frequencies,
     attention factor and fingerprint of the effective rotation.
 
@@ -85,7 +89,23 @@ def save_adapter(
     base = base or bare.name_or_path
     if not base:
         raise CtxextError("the base model has no name that it could be loaded by again: give base")
-    active, report = active_patch(bare), inspect(bare)
+    active = active_patch(bare)
+    with nullcontext() if active is None else active.holding(state):
+        _write_adapter(wrapped, active, folder, base, overwrite=overwrite, state=state, card=card)
+
+
+def _write_adapter(
+    wrapped: Any,
+    active: Patch | None,
+    folder: Path,
+    base: str,
+    *,
+    overwrite: bool,
+    state: dict[str, torch.Tensor] | None,
+    card: str | None,
+) -> None:
+    bare = wrapped.get_base_model()
+    report = inspect(bare)
     if not report.consistent:
         raise CtxextError(f"the adapter can't be saved: {report.problems[0]}")
     record = {
@@ -98,6 +118,8 @@ def save_adapter(
     with new_folder(folder, overwrite=overwrite, replaceable=is_adapter) as temporary:
         # Embeddings that were trained are among modules_to_save; looking for others, peft would ask the hub.
         wrapped.save_pretrained(str(temporary), save_embedding_layers=False, state_dict=state)
+        if active is not None:
+            active.write_weights(temporary)
         if card is not None:
             (temporary / "README.md").write_text(card, encoding="utf-8")
         text = "# How this adapter was trained. ctxext.load_model reads it and puts the method on.\n"
@@ -214,7 +236,8 @@ def put_on_recorded(model: PreTrainedModel, record: AdapterRecord, given: Method
         return
     method = _trained_under(record, given)
     if method is not None:
-        patch(model, method, replace_scaling=True)
+        weights = read_weights(method, record.folder) if method.learns else None
+        patch(model, method, replace_scaling=True, weights=weights)
     report = inspect(model)
     if not _same_rotation(record.rotation, _rotation(report)):
         raise ModelLoadError(
@@ -292,10 +315,12 @@ def _peft_model(model: nn.Module) -> Any:
         raise CtxextError(f"the model has adapters {list(model.peft_config)}: only one, named default, can be saved")
     _check_kind(model.peft_config["default"])
     saved = get_peft_model_state_dict(model, save_embedding_layers=False)
+    active = active_patch(model)
+    learned = [] if active is None or active.learned is None else [id(p) for p in active.learned.parameters()]
     lost = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and ".default" not in name and name not in saved
+        if parameter.requires_grad and ".default" not in name and name not in saved and id(parameter) not in learned
     ]
     if lost:
         raise CtxextError(

@@ -158,10 +158,17 @@ class _AdapterGuard:
         """Raise ModelLoadError unless the adapter was trained under the method, or says nothing of any."""
         from ctxext.adapters import RECORD
         from ctxext.config import load_method
+        from ctxext.errors import ModelLoadError
         from ctxext.models import load_skeleton
 
         if (folder / RECORD).is_file():
-            load_skeleton(str(folder), load_method(self._method))
+            method = load_method(self._method)
+            load_skeleton(str(folder), method)
+            if method.learns:
+                raise ModelLoadError(
+                    f"the adapter in {folder} was trained with what {method.name} had learned, which the base model "
+                    "was loaded without: load both with ctxext.load_model"
+                )
 
 
 class _Replacement(classmethod):  # type: ignore[type-arg]

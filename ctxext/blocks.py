@@ -42,6 +42,16 @@ class Block(NamedTuple):
     positions: Ints
     labels: Ints
 
+    def squeezed(self, target: int, shown: int) -> Block:
+        """The block with its gap, drawn evenly to show up to ``target`` tokens, as if drawn to show ``shown`` of them.
+
+        Only for a block with positions ``pose``; without a gap it stays as it is.
+        """
+        length = len(self.ids)
+        places = np.arange(length, dtype=np.int64)
+        gap = (self.positions - places) * (shown - length + 1) // (target - length + 1)
+        return self._replace(positions=places + gap)
+
     @property
     def targets(self) -> int:
         """How many tokens are scored."""

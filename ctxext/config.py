@@ -176,6 +176,9 @@ class FinetuneSection(Section):
     sequence_length: Annotated[WholeNumber, Field(ge=2)] | None = Field(None, description="Tokens of a block.")
     pack: Literal["documents", "concat"] = "documents"
     positions: Literal["consecutive", "pose"] = "consecutive"
+    sample_factor: bool = Field(
+        False, description="Draw the factor of each step, and with pose its positions, up to the method's (clex)."
+    )
     steps: Annotated[WholeNumber, Field(ge=1)] = 400
     batch_size: Annotated[WholeNumber, Field(ge=1)] = Field(1, description="Blocks at a time, in each process.")
     gradient_accumulation_steps: Annotated[WholeNumber, Field(ge=1)] = 64

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ctxext.errors import ConfigError, UnsupportedModelError
 from ctxext.methods import METHODS, Method, method_class
+from ctxext.methods.base import as_longrope
 from ctxext.rope import RopeSpec
 
 
@@ -166,6 +167,8 @@ def trained_rope(config: PretrainedConfig, method: Method, *, replace_scaling: b
 def extension_record(config: PretrainedConfig) -> dict[str, Any] | None:
     """What ``patch`` wrote into a saved checkpoint about its method and the base that it extended, or None.
 
+    ``trained`` in it says that the method has learned something, and rotates otherwise than it started.
+
     Raises:
         UnsupportedModelError: the record can't be read, or ``rope_parameters`` were changed by hand since.
     """
@@ -189,7 +192,12 @@ def extension_record(config: PretrainedConfig) -> dict[str, Any] | None:
             "may come from a newer ctxext; remove the key from config.json to take the checkpoint as it is"
         ) from error
     parameters = rope_parameters(config)
-    if any(parameters.get(key) != value for key, value in expected.items()):
+    edited, trained = any(parameters.get(key) != value for key, value in expected.items()), False
+    if edited and method is not None and record.get("learned"):
+        # What was learned is known from the parameters alone; everything else in them has to be the method's.
+        stretched = as_longrope(spec, method.lengths(spec), *method.scaled_rope(spec))
+        trained = all(parameters.get(key) == value for key, value in stretched.items() if not key.endswith("_factor"))
+    if edited and not trained:
         raise UnsupportedModelError(
             f"config.ctxext says that this checkpoint was extended with {settings}, but its rope_parameters "
             f"({_short(parameters)}) are others; remove the key ctxext from config.json if they are meant"
@@ -198,6 +206,7 @@ def extension_record(config: PretrainedConfig) -> dict[str, Any] | None:
         "method": settings,
         "rope_theta": spec.rope_theta,
         "original_max_position_embeddings": spec.original_max_position_embeddings,
+        "trained": trained,
     }
 
 

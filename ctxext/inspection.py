@@ -287,8 +287,9 @@ def _disagreements(patch: Patch | None, rotary: Any, config: Any, live: torch.Te
             f"them ({type(error).__name__}: {error}); {reload}"
         )
         return problems
-    if patch is not None and patch.partition is not None:
-        expected, attention_factor = patch.rope  # the config describes the trained model, and is meant to
+    if patch is not None and (patch.partition is not None or patch.learned is not None):
+        # The config describes the trained model, and is meant to; or what was learned, when the model is saved.
+        expected, attention_factor = patch.rope
     if patch is None and rope_type != rotary.rope_type:
         problems.append(
             f"config.rope_parameters ask for {rope_type}, but the model was loaded with {rotary.rope_type}: "
@@ -344,6 +345,10 @@ def _notes(patch: Patch | None, record: dict[str, Any] | None, config: Any) -> l
         )
     if patch is None and record is not None:
         notes.append(f"this checkpoint was saved with ctxext's {record['method']}")
+    if patch is not None and patch.learned is not None:
+        count = sum(parameter.numel() for parameter in patch.learned.parameters())
+        state = "have been trained" if patch.trained else "are untrained: the frequencies are those that it starts with"
+        notes.append(f"the {count:,} weights of {patch.method.name} {state}")
     if patch is not None and patch.method.lengths(patch.spec).factor == 1:
         notes.append("the target length is the trained length; give factor or max_position_embeddings to raise it")
     return notes

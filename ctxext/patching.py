@@ -7,7 +7,8 @@ import hashlib
 import os
 import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,7 @@ from ctxext.errors import ConfigError, PatchError, UnsupportedModelError
 from ctxext.families import (
     Family,
     check_trained_length,
+    extension_record,
     find_family,
     rotary_dim,
     rotary_module,
@@ -35,9 +37,11 @@ from ctxext.families import (
     trained_rope,
     window_layers,
 )
+from ctxext.learned import SavePretrained, Weights, file_name, put_weights, split, write_weights
 from ctxext.methods import Method
+from ctxext.methods.base import as_longrope
 from ctxext.rope import RopeSpec, default_inv_freq
-from ctxext.rotary import ScaledRotaryEmbedding
+from ctxext.rotary import LearnedRotaryEmbedding, ScaledRotaryEmbedding
 
 _HANDLE = "_ctxext_patch"
 _PROBES = (1, 4099, 1_000_003)
@@ -61,10 +65,17 @@ class Patch:
         method: the method, with the defaults that the checkpoint has a say in filled in.
         spec: the trained rotary embedding that the method extends.
         partition: what the patched attention does, or None where attention is stock.
+        rotary: the module that has taken the place of the model's own.
     """
 
     def __init__(
-        self, model: PreTrainedModel, family: Family, method: Method, spec: RopeSpec, config: PretrainedConfig
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        method: Method,
+        spec: RopeSpec,
+        config: PretrainedConfig,
+        weights: Weights | None = None,
     ) -> None:
         rotary = rotary_module(model, family)
         assert rotary is not None  # find_family has seen it
@@ -84,7 +95,14 @@ class Patch:
             period = self.partition.period
             naive_attention = getattr(method, "attention", "") == "naive"
             self.planner = Planner(self.partition, method.name, (method, spec), naive=naive_attention)
-        self.rotary = ScaledRotaryEmbedding(*self.rope, device=_device(rotary), period=period)
+        self.rotary: ScaledRotaryEmbedding | LearnedRotaryEmbedding
+        learned = _learned(method, spec, weights)
+        if learned is None:
+            self.rotary = ScaledRotaryEmbedding(*self._scaled_rope, device=_device(rotary), period=period)
+        else:
+            factor, (_, attention_factor) = method.lengths(spec).factor, method.scaled_rope(spec)
+            self.rotary = LearnedRotaryEmbedding(learned, factor, attention_factor, device=_device(rotary))
+            self.update_config()
         hook = getattr(rotary, "_hf_hook", None)
         if hook is not None:
             add_hook_to_module(self.rotary, copy.copy(hook))
@@ -99,7 +117,18 @@ class Patch:
 
     @property
     def rope(self) -> tuple[torch.Tensor, float]:
-        """Frequencies fp32 ``[d/2]`` and attention factor that the rotary module has to rotate by."""
+        """Frequencies fp32 ``[d/2]`` and attention factor that the rotary module has to rotate by.
+
+        Where they are learned, the frequencies as they are now.
+        """
+        if self.learned is None:
+            return self._scaled_rope
+        with torch.no_grad():
+            inv_freq: torch.Tensor = self.learned(self.method.lengths(self.spec).factor)
+        return inv_freq.detach().cpu(), self.rotary.attention_scaling
+
+    @property
+    def _scaled_rope(self) -> tuple[torch.Tensor, float]:
         if self.partition is not None:
             return self.partition.inv_freq, self.partition.attention_factor
         inv_freq, attention_factor = self.method.scaled_rope(self.spec)
@@ -113,9 +142,55 @@ class Patch:
         return self.rope
 
     @property
+    def learned(self) -> nn.Module | None:
+        """The module with what the method learns, a part of ``rotary``; None for most methods."""
+        return self.rotary.learned if isinstance(self.rotary, LearnedRotaryEmbedding) else None
+
+    @property
+    def trained(self) -> bool:
+        """Whether the frequencies are no longer those that the method starts with."""
+        return self.learned is not None and not torch.equal(self.rope[0], self.method.scaled_rope(self.spec)[0])
+
+    @property
     def max_length(self) -> int:
         """How many tokens ctxext's own tools let the model read; the mathematics of no method has a limit."""
         return self.method.lengths(self.spec).target
+
+    def update_config(self) -> None:
+        """Write the frequencies into the config as they are now, where they are learned; saving the model does it."""
+        if self.learned is None:
+            return
+        if self.trained:
+            parameters = as_longrope(self.spec, self.method.lengths(self.spec), *self.rope)
+        else:
+            parameters = self.method.rope_parameters(self.spec)
+        self.config.rope_parameters = parameters
+        self.written["rope_parameters"] = copy.deepcopy(parameters)
+
+    @contextmanager
+    def holding(self, state: Mapping[str, Any] | None) -> Iterator[None]:
+        """Have the learned weights of a state dict in place of the model's own, which may be spread over processes.
+
+        Not for running the model. Where there are none of them nothing happens.
+        """
+        own = self.learned
+        weights = {} if own is None or state is None else split(state, self)[1]
+        if own is None or not weights:
+            yield
+            return
+        stand_in = _learned(self.method, self.spec, weights)
+        assert isinstance(self.rotary, LearnedRotaryEmbedding)
+        assert stand_in is not None
+        self.rotary.learned = stand_in
+        try:
+            yield
+        finally:
+            self.rotary.learned = own
+
+    def write_weights(self, folder: str | os.PathLike[str]) -> None:
+        """Write what the method has learned into a folder, if it learns. Raises ConfigError if that fails."""
+        if self.learned is not None:
+            write_weights(self.learned, self.method, folder)
 
     def remove(self) -> None:
         """Restore the model; a patch that is already off stays off.
@@ -134,6 +209,8 @@ class Patch:
             _swap_config(outer, self.original_config, self.config)
             setattr(self.model.base_model, self.family.rotary, self.rotary)
             setattr(self.model.base_model, _HANDLE, self)
+            if self.learned is not None:
+                vars(self.model)["save_pretrained"] = SavePretrained(self)
             if self.planner is not None:
                 self._hook = self.model.base_model.register_forward_pre_hook(self.planner, with_kwargs=True)
             _prove(self)
@@ -162,6 +239,8 @@ class Patch:
         for root in (outer, self.model, *self._wrappers):
             _swap_config(root, self.config, self.original_config)
         vars(self.model.base_model).pop(_HANDLE, None)
+        if self.learned is not None:
+            vars(self.model).pop("save_pretrained", None)
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -189,6 +268,7 @@ def patch(
     *,
     replace: bool = False,
     replace_scaling: bool = False,
+    weights: Weights | None = None,
 ) -> Patch:
     """Extend one model's context window.
 
@@ -201,6 +281,8 @@ def patch(
         method: a method, a mapping ``{"name": "yarn", "factor": 4}``, or a YAML file with a section ``method``.
         replace: swap the method of a model that is already patched.
         replace_scaling: start from the unscaled base of a checkpoint that comes with a scaling of its own.
+        weights: what a method that learns has learned. Default: what the patch that is replaced has learned by the
+            same method, else nothing yet.
 
     Returns:
         The handle that takes the patch off: ``.remove()``, or leaving a ``with`` block.
@@ -220,7 +302,7 @@ def patch(
         )
     previous = active_patch(base)
     if previous is None:
-        new = _prepare(base, method, replace_scaling=replace_scaling)
+        new = _prepare(base, method, weights, replace_scaling=replace_scaling)
         _warn_about_windows(new.config)
         new._install(model)
     else:
@@ -229,9 +311,11 @@ def patch(
                 f"the model is already patched with {previous.method!r}; pass replace=True to swap it, "
                 "or call ctxext.unpatch(model) first"
             )
+        if weights is None and previous.learned is not None and previous.method.name == method.name:
+            weights = {name: value.detach() for name, value in previous.learned.named_parameters()}
         previous._remove_from(model)
         try:
-            new = _prepare(base, method, replace_scaling=replace_scaling)
+            new = _prepare(base, method, weights, replace_scaling=replace_scaling)
             _warn_about_windows(new.config)
             new._install(model)
         except BaseException:
@@ -329,7 +413,7 @@ def is_rotation(
     return all(torch.allclose(measured, value, rtol=0, atol=room) for measured, value in expected)
 
 
-def _prepare(model: Any, method: Method, *, replace_scaling: bool) -> Patch:
+def _prepare(model: Any, method: Method, weights: Weights | None, *, replace_scaling: bool) -> Patch:
     family = find_family(model)
     rotary: Any = rotary_module(model, family)
     method = method.for_config(model.config)
@@ -337,13 +421,39 @@ def _prepare(model: Any, method: Method, *, replace_scaling: bool) -> Patch:
         _check_attention(model, family, method)
     check_trained_length(model.config, rotary, method)
     _check_live_matches_config(rotary, model.config)
+    if method.learns and weights is None:
+        _check_untrained(model, method)
     spec = trained_rope(model.config, method, replace_scaling=replace_scaling)
-    _check_frequencies(method, spec)
-    return Patch(model, family, method, spec, _extended_config(model.config, method, spec))
+    _check_frequencies(method, spec, method.scaled_rope(spec)[0])
+    new = Patch(model, family, method, spec, _extended_config(model.config, method, spec), weights)
+    if new.trained:
+        _check_frequencies(method, spec, new.rope[0])
+    return new
 
 
-def _check_frequencies(method: Method, spec: RopeSpec) -> None:
-    inv_freq, _ = method.scaled_rope(spec)
+def _learned(method: Method, spec: RopeSpec, weights: Weights | None) -> nn.Module | None:
+    """A module with what the method learns, filled if ``weights`` are given."""
+    if weights is not None and not method.learns:
+        raise PatchError(f"method {method.name} learns nothing that weights could be given for")
+    # What is made in inference mode could never be trained.
+    with torch.inference_mode(False):
+        module = method.learned_rope(spec)
+        if module is not None and weights is not None:
+            put_weights(module, weights, method.name)
+    return module
+
+
+def _check_untrained(model: Any, method: Method) -> None:
+    """Refuse to begin anew on a checkpoint that was trained with what the method had learned."""
+    record = extension_record(model.config)
+    if record is not None and record["trained"] and record["method"]["name"] == method.name:
+        raise PatchError(
+            f"the checkpoint was trained with what {method.name} had learned, which lies beside it in "
+            f"{file_name(method)}: load it with ctxext.load_model, which puts that on, or give weights"
+        )
+
+
+def _check_frequencies(method: Method, spec: RopeSpec, inv_freq: torch.Tensor) -> None:
     usable = int((inv_freq.isfinite() & (inv_freq > 0)).sum())
     if inv_freq.shape != (spec.rotary_dim // 2,) or usable != inv_freq.numel():
         raise PatchError(
@@ -382,6 +492,8 @@ def _extended_config(config: PretrainedConfig, method: Method, spec: RopeSpec) -
     }
     if method.changes_attention:
         extended.ctxext["changes_attention"] = True
+    if method.learns:
+        extended.ctxext["learned"] = True
     return extended
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,9 @@ from ctxext.evaluation.scoring import bare_model, check_head, peak_memory
 from ctxext.inspection import inspect
 from ctxext.lora import add_lora
 from ctxext.loss import summed_loss
+from ctxext.patching import active_patch
 from ctxext.processes import only_cpus
+from ctxext.rotary import LearnedRotaryEmbedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,6 +85,18 @@ def learning_rate(settings: FinetuneSection, step: int) -> float:
     return settings.learning_rate * share
 
 
+def sampled_factor(settings: FinetuneSection, step: int, blocks: list[Block], trained: int, factor: float) -> float:
+    """The factor of optimiser step ``step``: drawn evenly up to the method's, from what the blocks' length asks for.
+
+    With positions ``pose`` the length is that of the text, else the position of the last token. It depends on seed,
+    step and blocks alone, so it is the same in all processes and in a resumed run.
+    """
+    pose = settings.positions == "pose"
+    reach = max(len(block.ids) if pose else int(block.positions.max()) + 1 for block in blocks)
+    least = min(max(1.0, reach / trained), factor)
+    return float(np.random.default_rng([settings.seed, step, 0, 1]).uniform(least, factor))
+
+
 class Root(nn.Module):
     """The module that accelerate wraps: runs whatever is asked of the model inside it.
 
@@ -130,6 +144,7 @@ class Finetune:
         lengths = inspect(model)
         self.trained, self.target = lengths.original_max_position_embeddings, lengths.max_position_embeddings
         _check(settings, self.trained, self.target)
+        self.sampled = _sampled_rotary(model) if settings.sample_factor else None
         check_head(model)
         set_seed(settings.seed)
         self.accelerator = _accelerator(settings, checkpoints.folder)
@@ -233,6 +248,11 @@ class Finetune:
         started = time.perf_counter()
         assert self.blocks is not None  # _begin() has made them
         blocks = [next(self.blocks) for _ in range(self.global_batch)]
+        factor = None
+        if self.sampled is not None:
+            factor = sampled_factor(self.settings, self.step, blocks, self.trained, self.sampled.factor)
+            if self.settings.positions == "pose":
+                blocks = [block.squeezed(self.target, int(factor * self.trained)) for block in blocks]
         targets = sum(block.targets for block in blocks)
         rate = learning_rate(self.settings, self.step)
         for group in self.optimizer.param_groups:
@@ -242,7 +262,7 @@ class Finetune:
         total, mean, norm = torch.zeros((), device=self.accelerator.device), math.nan, math.nan
         self.root.train()
         for batch in self._own_batches(blocks):
-            with self.accelerator.accumulate(self.root):
+            with self.accelerator.accumulate(self.root), self._at(factor):
                 loss = self.root(summed_loss, **batch)
                 self.accelerator.backward(loss * scale)
                 total += loss.detach()
@@ -265,7 +285,12 @@ class Finetune:
             "tokens_per_second": self.global_batch * self.length / (time.perf_counter() - started),
             "memory_bytes": peak_memory(self.accelerator.device),
         }
+        if factor is not None:
+            entry["factor"] = factor
         self._note(entry, report)
+
+    def _at(self, factor: float | None) -> AbstractContextManager[None]:
+        return nullcontext() if factor is None or self.sampled is None else self.sampled.at(factor)
 
     def _own_batches(self, blocks: list[Block]) -> Iterator[dict[str, Tensor | None]]:
         """This process's share of a step's blocks, as many batches as are accumulated."""
@@ -372,6 +397,13 @@ def _check(settings: FinetuneSection, trained: int, target: int) -> None:
         raise ConfigError(
             f"positions pose trains on blocks shorter than the target of {target} tokens; sequence_length is {length}"
         )
+
+
+def _sampled_rotary(model: Any) -> LearnedRotaryEmbedding:
+    patch = active_patch(model)
+    if patch is None or not isinstance(patch.rotary, LearnedRotaryEmbedding):
+        raise ConfigError("sample_factor: only a method that learns its frequencies takes another factor (clex)")
+    return patch.rotary
 
 
 def _accelerator(settings: FinetuneSection, folder: Path) -> Accelerator:

@@ -29,6 +29,8 @@ _FACTORS = [
 NATIVE: dict[str, dict[str, Any]] = {
     "pi": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     "ntk": {"rope_type": "default", "rope_theta": 1e4 * 4 ** (16 / 14)},
+    # Before training.
+    "clex": {"rope_type": "default", "rope_theta": 1e4 * 4 ** (16 / 14)},
     "ntk_by_parts": {
         "rope_type": "longrope",
         "rope_theta": 1e4,
@@ -69,6 +71,11 @@ def patched(method: str = "yarn", family: str = "llama", **changes: Any) -> PreT
     model = tiny.model(family, **changes)
     ctxext.patch(model, tiny.METHODS[method])
     return model
+
+
+def plain_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A state dict without what a method has learned, which a plain model has no place for."""
+    return {key: value for key, value in model.state_dict().items() if ".rotary_emb." not in key}
 
 
 def gradients(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:

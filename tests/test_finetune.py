@@ -266,8 +266,12 @@ main(sys.argv[1:])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
-def test_spread_weights_train_and_resume_as_whole_ones(run: Run, config: Path, tmp_path: Path, lora: bool) -> None:
-    changes = ["-s", "finetune.lora={rank: 4, trainable: [norm]}"] if lora else []
+@pytest.mark.parametrize("method", ["yarn", "clex"])
+def test_spread_weights_train_and_resume_as_whole_ones(
+    run: Run, config: Path, tmp_path: Path, method: str, lora: bool
+) -> None:
+    changes = ["-s", f"method.name={method}"]
+    changes += ["-s", "finetune.lora={rank: 4, trainable: [norm]}"] if lora else []
     run("finetune", "-c", config, "-o", tmp_path / "one", *changes)
     (tmp_path / "sharded.py").write_text(SHARDED)
     launcher = ["accelerate.commands.launch", "--config_file", CONFIGS / "accelerate" / "fsdp2.yaml"]

@@ -765,6 +765,8 @@ _OTHER: dict[str, Any] = {
     "n_local": 24,
     "distance_limit": 24,
     "n_sink": 9,
+    "amplification": 2,
+    "solver_steps": 4,
 }
 
 
@@ -781,6 +783,12 @@ def scores(method: ctxext.Method) -> list[list[float]]:
 
 def effect(method: ctxext.Method) -> tuple[list[float], float, int, list[list[float]]]:
     inv_freq, attention = method.scaled_rope(TINY)
+    learned = method.learned_rope(TINY)
+    if learned is not None:
+        # Anything but the start, where the learned part does nothing.
+        for parameter in learned.parameters():
+            parameter.data.add_(0.02)
+        inv_freq = learned(method.lengths(TINY).factor)
     return inv_freq.tolist(), attention, method.lengths(TINY).target, scores(method)
 
 
@@ -790,7 +798,7 @@ def effect(method: ctxext.Method) -> tuple[list[float], float, int, list[list[fl
         (name, key)
         for name, cls in ctxext.METHODS.items()
         for key in cls.model_fields
-        if key not in ("name", "attention")
+        if key not in ("name", "attention") and (name, key) != ("clex", "log_n")
     ],
 )
 def test_every_field_has_an_effect(name: str, key: str) -> None:
@@ -918,6 +926,8 @@ def test_unknown_settings_are_refused_by_name(key: str) -> None:
         (ctxext.DCA, {"frequencies": "yarn"}, r"frequencies"),
         (ctxext.DCA, {"frequencies": {"name": "yarn", "facter": 2}}, r"facter.*value 2.*did you mean factor\?"),
         (ctxext.DCA, {"attention": "flash"}, r"attention\n.*'flash'"),
+        (ctxext.ReRoPE, {"frequencies": ctxext.CLEX(factor=2)}, r"rerope: frequencies: clex learns its frequencies"),
+        (ctxext.CLEX, {"log_n": True}, r"clex: log_n is not supported"),
         (ctxext.DynamicYaRN, {"beta_fast": 1, "beta_slow": 32}, r"beta_fast 1 must be above beta_slow 32"),
         (ctxext.RopeTheta, {}, r"rope_theta"),
         (ctxext.RopeTheta, {"rope_theta": 1}, r"rope_theta"),

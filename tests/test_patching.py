@@ -18,7 +18,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ctxext
 import tiny
 from ctxext import patching
-from patches import ATTENTION, EITHER, METHODS, TARGET, YARN, assert_as_before, gradients, native, patched, snapshot
+from patches import (
+    ATTENTION,
+    EITHER,
+    METHODS,
+    TARGET,
+    YARN,
+    assert_as_before,
+    gradients,
+    native,
+    patched,
+    plain_state,
+    snapshot,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("strictly"),
@@ -100,9 +112,10 @@ def test_choosing_another_attention_on_top_of_a_changed_one_is_an_error_until_it
 @pytest.mark.parametrize("method", METHODS)
 def test_state_dicts_are_interchangeable(method: str) -> None:
     model, plain = patched(method), tiny.model(seed=5)
-    assert list(model.state_dict()) == list(plain.state_dict())
+    assert list(plain_state(model)) == list(plain.state_dict())
+    assert len(model.state_dict()) == len(plain.state_dict()) + (2 if method == "clex" else 0)
     model.load_state_dict(plain.state_dict(), strict=True)
-    plain.load_state_dict(patched(method).state_dict(), strict=True)
+    plain.load_state_dict(plain_state(patched(method)), strict=True)
 
 
 @pytest.mark.parametrize(

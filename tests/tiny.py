@@ -60,6 +60,7 @@ METHODS: dict[str, ctxext.Method] = {
     "rerope": ctxext.ReRoPE(window=20, leak=6.5),
     "lm_infinite": ctxext.LMInfinite(n_global=5, n_local=23, distance_limit=23),
     "streaming_llm": ctxext.StreamingLLM(n_sink=3, window=20),
+    "clex": ctxext.CLEX(factor=4),
 }
 """One setting of every method, for models with eight frequencies."""
 

@@ -58,7 +58,7 @@ def methods(
 
     table = Table("name", "method", "source", "settings beside the lengths", box=None, pad_edge=False)
     for key, cls in METHODS.items():
-        source = cls.reference.removeprefix("https://arxiv.org/abs/")
+        source = cls.reference.removeprefix("https://").removeprefix("arxiv.org/abs/")
         table.add_row(key, cls.title, source, ", ".join(_own_settings(cls)) or "-")
     Console().print(table)
     typer.echo("\nctxext methods NAME explains one; sources are arXiv numbers")
@@ -72,7 +72,7 @@ def methods_table() -> str:
     for name, cls in METHODS.items():
         idea = (cls.__doc__ or "").strip().splitlines()[0].rstrip(".")
         settings = ", ".join(f"`{setting}`" for setting in _own_settings(cls)) or "-"
-        source = cls.reference.removeprefix("https://arxiv.org/abs/")
+        source = cls.reference.removeprefix("https://").removeprefix("arxiv.org/abs/")
         lines.append(
             f"| `{name}` | `{cls.__name__}` | **{cls.title}**: {idea} | {settings} | [{source}]({cls.reference}) |"
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from ctxext.errors import ConfigError, nearest
 from ctxext.methods.base import Method
+from ctxext.methods.clex import CLEX
 from ctxext.methods.dca import DCA
 from ctxext.methods.dynamic import DynamicNTK, DynamicYaRN
 from ctxext.methods.llama3 import Llama3
@@ -31,6 +32,7 @@ METHODS: dict[str, type[Method]] = {
         RopeTheta,
         Llama3,
         LongRoPE,
+        CLEX,
         DynamicNTK,
         DynamicYaRN,
         DCA,
@@ -62,6 +64,7 @@ def method_class(settings: Mapping[str, Any]) -> type[Method]:
 
 
 __all__ = [
+    "CLEX",
     "DCA",
     "METHODS",
     "NTK",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from torch import nn
 
 from ctxext.attention.bands import TRUE_DISTANCES, Bands
 from ctxext.attention.partition import NO_PERIOD, Partition
@@ -160,6 +161,20 @@ class Method(BaseModel, ABC):
         """The length beyond which log-n attention sharpens the scores (the trained one), or None if it is off."""
         return self.lengths(spec).original if self.log_n else None
 
+    @property
+    def learns(self) -> bool:
+        """Whether :meth:`learned_rope` gives a module, with weights to be trained and saved."""
+        return type(self).learned_rope is not Method.learned_rope
+
+    def learned_rope(self, spec: RopeSpec) -> nn.Module | None:
+        """A new module with what the method learns, if anything; then not together with :meth:`partition`.
+
+        Called with a factor (1 is the trained length), it gives frequencies in radians per token, fp32 ``[d/2]``; as
+        long as it is untrained those of :meth:`scaled_rope`. Its weights are fp32 on the CPU, the same in every new
+        module. Where they are kept, see ``ctxext.learned``.
+        """
+        return None
+
     def for_config(self, config: Any) -> Method:
         """The method with those defaults filled in that a checkpoint's config has a say in."""
         return self
@@ -174,10 +189,14 @@ class Method(BaseModel, ABC):
         Every static method can be written as ``longrope`` with equal factors for short and long input; methods that
         Transformers knows by name override this.
         """
-        inv_freq, attention_factor = self.scaled_rope(spec)
-        base = default_inv_freq(spec.rope_theta, spec.rotary_dim)
-        factors = (base.double() / inv_freq.double()).tolist()
-        return longrope_parameters(spec, self.lengths(spec), factors, attention_factor)
+        return as_longrope(spec, self.lengths(spec), *self.scaled_rope(spec))
+
+
+def as_longrope(spec: RopeSpec, lengths: Lengths, inv_freq: torch.Tensor, attention_factor: float) -> dict[str, Any]:
+    """Transformers' ``longrope`` for any frequencies ``[d/2]``, in radians per token."""
+    base = default_inv_freq(spec.rope_theta, spec.rotary_dim)
+    factors = (base.double() / inv_freq.double()).tolist()
+    return longrope_parameters(spec, lengths, factors, attention_factor)
 
 
 def longrope_parameters(

@@ -32,11 +32,16 @@ class NTK(Method):
 
     def scaled_theta(self, spec: RopeSpec) -> float:
         """The enlarged base b'."""
-        d = spec.rotary_dim
-        return float(spec.rope_theta * self.lengths(spec).factor ** (d / (d - 2)))
+        return ntk_theta(spec, self.lengths(spec).factor)
 
     def scaled_rope(self, spec: RopeSpec) -> tuple[torch.Tensor, float]:
         return default_inv_freq(self.scaled_theta(spec), spec.rotary_dim), 1.0
 
     def rope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": self.scaled_theta(spec)}
+
+
+def ntk_theta(spec: RopeSpec, factor: float) -> float:
+    """B' = b * s^(d / (d - 2)) for s = ``factor``."""
+    d = spec.rotary_dim
+    return float(spec.rope_theta * factor ** (d / (d - 2)))

@@ -50,6 +50,11 @@ class Remapped(Method):
                 f"method {self.name}: frequencies: {self.frequencies.name} changes attention itself; give a static "
                 "method"
             )
+        if self.frequencies is not None and self.frequencies.learns:
+            raise ConfigError(
+                f"method {self.name}: frequencies: {self.frequencies.name} learns its frequencies, which are fixed in "
+                "here; export the trained model, and give its factors as longrope"
+            )
         return self
 
     @property
