@@ -21,7 +21,7 @@ from ctxext.plotting import plot_methods
 
 MODEL = "builtin:smollm2-135m"
 DATASET = "builtin:python-docs"
-TRAINED, LENGTH, LONG = 8192, 16_384, 32_768
+TRAINED, PASSKEY, LENGTH, LONG = 8192, 12_288, 16_384, 32_768
 # Whether a key is found depends on where it stands far more than on its digits: many depths say more than many keys.
 DEPTHS = tuple(round((i + 0.5) / 30, 4) for i in range(30))
 
@@ -54,13 +54,22 @@ ROWS = (
     Row("dynamic-yarn", "Dynamic YaRN, causal", _config("dynamic-yarn")),
     Row("dca", "DCA", _config("dca")),
     Row("dca-ntk-2x", "DCA + NTK x2", _config("dca-ntk-2x")),
+    Row("self-extend", "Self-Extend", _config("self-extend")),
+    Row("rerope", "ReRoPE", _config("rerope")),
+    Row("leaky-rerope", "Leaky ReRoPE, k = 8", _config("rerope", "method.leak=8")),
+    Row("lm-infinite", "LM-Infinite", _config("lm-infinite")),
+    Row("streaming-llm", "StreamingLLM", _config("streaming-llm")),
+    Row("yarn-log-n", "YaRN x2, log-n", _config("yarn-2x", "method.log_n=true"), ("-s", "method.factor=4")),
 )
 
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder for results, table and picture.")] = Path("results/reproduce"),
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 where that is fast.")] = "float32",
-    passkey_length: Annotated[int, typer.Option(help="Tokens of a passkey prompt with its answer.")] = 12_288,
+    passkey_length: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of a passkey prompt with its answer; may be repeated. Default: 12,288."),
+    ] = None,
     trials: Annotated[int, typer.Option(help="Prompts for each of the thirty depths.")] = 1,
     only: Annotated[list[str] | None, typer.Option(help="A row to measure; may be repeated. Default: all.")] = None,
     skip_long: Annotated[bool, typer.Option("--skip-long", help="No perplexity at 32,768 tokens.")] = False,
@@ -79,10 +88,10 @@ def main(
             extra = ("--max-documents", "1", "--dataset", DATASET)
             _measure(long, "perplexity", dtype, output, _lengths((LENGTH, LONG)), *extra)
     if not skip_passkey:
-        depths = itertools.chain(*(("--depth", str(depth)) for depth in DEPTHS))
-        for row in chosen:
+        depths = tuple(itertools.chain(*(("--depth", str(depth)) for depth in DEPTHS)))
+        for row, length in itertools.product(chosen, passkey_length or [PASSKEY]):
             extra = ("--trials", str(trials), "--answers", "generated", "--controls", "0")
-            _measure(row, "passkey", dtype, output, _lengths((passkey_length,)), *depths, *extra)
+            _measure(row, f"passkey-{length}", dtype, output, _lengths((length,)), *depths, *extra)
     table = _table(output)
     (output / "table.md").write_text(table, encoding="utf-8")
     plot_methods(_results(output), TRAINED, output / "methods.png")
@@ -97,7 +106,7 @@ def _measure(row: Row, task: str, dtype: str, output: Path, *options: Any) -> No
     flat = [item for option in options for item in (option if isinstance(option, tuple) else (option,))]
     command = [
         "eval",
-        task,
+        task.partition("-")[0],
         "--model",
         MODEL,
         "--dtype",
@@ -123,7 +132,8 @@ def _read(output: Path, name: str, task: str) -> dict[str, Any] | None:
 
 def _results(output: Path) -> dict[str, dict[str, Any]]:
     """Records by title and task, of what has been measured."""
-    found = {row.title: {task: _read(output, row.name, task) for task in ("perplexity", "passkey")} for row in ROWS}
+    tasks = {"perplexity": "perplexity", "passkey": f"passkey-{PASSKEY}"}
+    found = {row.title: {key: _read(output, row.name, task) for key, task in tasks.items()} for row in ROWS}
     return {title: records for title, records in found.items() if records["perplexity"] is not None}
 
 
@@ -137,12 +147,13 @@ def _best(output: Path, count: int) -> list[Row]:
 
 
 def _table(output: Path) -> str:
-    lines = [
-        "| method | to 4,096 | to 8,192 | to 16,384 | 12k-16k alone | to 32,768 | passkey | 95 % interval |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    found = {int(folder.parent.name.rpartition("-")[2]) for folder in output.glob("*-passkey-*/results.json")}
+    lengths = sorted(found) or [PASSKEY]
+    columns = ["to 4,096", "to 8,192", "to 16,384", "12k-16k alone", "to 32,768"]
+    columns += [f"passkey at {length:,} | 95 % interval" for length in lengths]
+    lines = [f"| method | {' | '.join(columns)} |", "|---" * (6 + 2 * len(lengths)) + "|"]
     for row in ROWS:
-        perplexity, passkey = (_read(output, row.name, task) for task in ("perplexity", "passkey"))
+        perplexity = _read(output, row.name, "perplexity")
         if perplexity is None:
             continue
         by_length = {cells["length"]: cells for cells in perplexity["rows"]}
@@ -150,9 +161,11 @@ def _table(output: Path) -> str:
         cells = [_number(by_length[length]["perplexity"]) for length in (TRAINED // 2, TRAINED, LENGTH)]
         cells.append(_number(by_length[LENGTH]["perplexity_last"]))
         cells.append("" if long is None else _number(long["rows"][-1]["perplexity"]))
-        if passkey is None:
-            cells += ["", ""]
-        else:
+        for length in lengths:
+            passkey = _read(output, row.name, f"passkey-{length}")
+            if passkey is None:
+                cells += ["", ""]
+                continue
             correct, trials = (sum(cell[key] for cell in passkey["rows"]) for key in ("correct", "trials"))
             low, high = wilson95(correct, trials)
             cells += [f"{correct} of {trials}", f"{100 * low:.0f}-{100 * high:.0f} %"]
