@@ -8,6 +8,8 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:  # so that the processes that tests start don't wait for each other's threads
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

@@ -163,7 +163,7 @@ def test_a_method_is_handed_to_patch(folder: Path, monkeypatch: pytest.MonkeyPat
     calls = []
     monkeypatch.setattr(ctxext.patching, "patch", lambda *args, **kwargs: calls.append((args, kwargs)))
     model, _ = load_model(str(folder), {"name": "yarn", "factor": 4}, device="cpu", replace_scaling=True)
-    assert calls == [((model, ctxext.YaRN(factor=4)), {"replace_scaling": True})]
+    assert calls == [((model, ctxext.YaRN(factor=4)), {"replace_scaling": True, "weights": None})]
 
 
 def save_patched(folder: Path, method: ctxext.Method) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +135,26 @@ def test_ten_million_tokens_on_angles_are_as_exact_as_at_the_start(setting: str)
         for start in (2**15 + 700, 301 * 2**15 + 700)
     )
     assert tiny.difference(near, far) < CACHED
+
+
+@pytest.mark.slow
+def test_two_hundred_thousand_tokens_take_no_more_memory_than_twenty_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "SLACK", 256)
+    model, ids = tiny.model(), tiny.tokens(200_000)
+    ctxext.patch(model, ctxext.StreamingLLM(window=60))
+    cache = ctxext.StreamingCache(model)
+    peaks = []
+    with torch.no_grad():
+        for start in range(0, 200_000, 100):
+            size = 1 if start % 10_000 == 0 else 100
+            for first in range(start, start + 100, size):
+                logits = step(model, ids[:, first : first + size], cache)
+            resident = int(Path("/proc/self/statm").read_text().split()[1])
+            peaks.append(max([resident, *peaks[-1:]]))
+    assert held(cache) <= 63 + 256 + 100
+    assert peaks[-1] < 1.01 * peaks[199]
+    # Two layers see the last 120 tokens and the first four.
+    ends = torch.cat((ids[:, :4], ids[:, -300:]), dim=1)
+    positions = torch.cat((torch.arange(4), torch.arange(199_700, 200_000)))[None]
+    expected = tiny.logits(model, ends, position_ids=positions, use_cache=False)
+    assert tiny.difference(logits[0, -1], expected[0, -1]) < CACHED
