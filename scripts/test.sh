@@ -19,4 +19,4 @@ ensure_oldest
 echo "again with the lowest supported versions" >&2
 "$VENV/oldest/bin/python" -m pytest -m "not slow" -n 2 \
     tests/test_{rope,methods,families,patching,saving,user_methods,precision,running,inspection,config,cli,compare}.py \
-    tests/test_{partition,attention,caches,gradients,attention_inputs,blocks,loss,training,adapters}.py
+    tests/test_{partition,attention,caches,gradients,attention_inputs,streaming,clex,blocks,loss,training,adapters}.py
