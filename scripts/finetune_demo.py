@@ -15,8 +15,8 @@ from ctxext.checkpoints import read_log
 from ctxext.plotting import plot_finetunes
 
 CONFIG = "configs/finetune/pose-smollm2.yaml"
-# YaRN reads on without training; a few steps are enough to see that they do no harm.
-RUNS = {"PI x2": (), "YaRN x2": ("-s", "method.name=yarn", "--steps", "4")}
+# YaRN reads on without training; a few steps at its authors' learning rate are enough to see that they do no harm.
+RUNS = {"PI x2": (), "YaRN x2": ("-s", "method.name=yarn", "-s", "finetune.learning_rate=2e-5", "--steps", "3")}
 TRAINED = 8192
 
 
