@@ -32,7 +32,7 @@ from ctxext.errors import ConfigError
 from ctxext.evaluation.haystack import INSTRUCTION, hide_keys
 from ctxext.evaluation.records import TokenLosses
 from ctxext.patching import active_patch
-from ctxext.search import study, trials
+from ctxext.search import study, trials, verdict
 from ctxext.search.objective import objective, parts, sums
 from ctxext.search.space import Monotone, parse_spaces
 
@@ -481,9 +481,9 @@ def test_what_wins_on_the_search_text_alone_is_not_said_to_beat_the_defaults(
 ) -> None:
     planted(monkeypatch, lambda beta: 2 + 0.01 * beta, lambda beta: 1.0 - 0.01 * beta)
     assert start("out", methods=ONE_PARAMETER, trials=4).status == 0
-    verdict = record(tmp_path / "out")["summary"]["verdict"]
-    assert "does not beat the defaults on both text and prompts, within what the intervals allow" in verdict
-    assert "against yarn, defaults text better, prompts worse" in verdict
+    said = record(tmp_path / "out")["summary"]["verdict"]
+    assert "does not beat the defaults on both text and prompts, within what the intervals allow" in said
+    assert "against yarn, defaults text better, prompts worse" in said
 
 
 @pytest.mark.parametrize(
@@ -498,15 +498,15 @@ def test_what_wins_on_the_search_text_alone_is_not_said_to_beat_the_defaults(
 def test_a_difference_is_judged_by_its_interval_and_by_the_raised_p_value(
     low: float, high: float, p: float, word: str
 ) -> None:
-    assert study.judge({"difference": (low + high) / 2, "ci95": (low, high), "p_holm": p}) == word
+    assert verdict.judge({"difference": (low + high) / 2, "ci95": (low, high), "p_holm": p}) == word
 
 
 def test_one_held_out_document_or_nothing_to_compare_with_is_no_verdict() -> None:
     differences = {part: {"difference": -1.0, "ci95": None} for part in ("text", "passkey", "trained")}
     row = {"against": "yarn, defaults", "reason": None, **differences}
-    assert "can't be told: there is one held-out document" in study.verdict("trial 3", [row], 1)
-    assert "nothing to compare it with" in study.verdict("trial 3", [], 4)
-    failed = study.verdict("trial 3", [{"against": "dca, defaults", "reason": "no memory"}], 4)
+    assert "can't be told: there is one held-out document" in verdict.verdict("trial 3", [row], 1)
+    assert "nothing to compare it with" in verdict.verdict("trial 3", [], 4)
+    failed = verdict.verdict("trial 3", [{"against": "dca, defaults", "reason": "no memory"}], 4)
     assert "nothing to compare it with" in failed
 
 
