@@ -104,7 +104,19 @@ methods = st.one_of(
 def test_blocks_cover_every_pair_once_at_its_relative_position(
     method: ctxext.Method, columns: tuple[list[int], int], period: int
 ) -> None:
-    positions, first = columns
+    assert_blocks_cover_every_pair(method, *columns, period)
+
+
+@pytest.mark.parametrize("period", [61, 64, 2**15])
+@pytest.mark.parametrize("setting", [name for name, m in SETTINGS.items() if isinstance(m.partition(SPEC), Bands)])
+def test_blocks_of_a_long_text_cross_the_rotary_modules_periods(setting: str, period: int) -> None:
+    # Consecutive positions make long runs of queries; those that begin within a period have borders that cross it.
+    if setting not in ("static_log", "streaming_default"):  # which reach further than these periods
+        for first in (7, 66, 75):
+            assert_blocks_cover_every_pair(SETTINGS[setting], list(range(150)), first, period)
+
+
+def assert_blocks_cover_every_pair(method: ctxext.Method, positions: list[int], first: int, period: int) -> None:
     partition, where = method.partition(SPEC), torch.tensor(positions)
     if isinstance(partition, Bands):  # the rotary module begins again within the text
         partition = dataclasses.replace(partition, period=period)
