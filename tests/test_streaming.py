@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,60 @@ def test_a_copy_and_a_reset_cache_start_where_they_say() -> None:
         assert tiny.difference(pieces(model, ids[:, 80:], (5, 10), cache=which)[0], expected) < CACHED
     cache.reset()
     assert tiny.difference(pieces(model, ids, (70, 90), cache=cache)[0, 80:], expected) < CACHED
+
+
+def test_the_same_memory_is_used_again() -> None:
+    model, ids = patched("lm_infinite"), tiny.tokens(300)
+    cache = ctxext.StreamingCache(model)
+    pieces(model, ids[:, :120], [*range(6, 120, 6), 120], cache=cache)
+    before = [layer.keys.data_ptr() for layer in cache.layers]
+    assert len(set(before)) == len(before)
+    rest = [*range(6, 180, 6), 180]
+    logits = pieces(model, ids[:, 120:], rest, cache=cache)
+    assert [layer.keys.data_ptr() for layer in cache.layers] == before
+    assert cache.layers[0].keys.untyped_storage().nbytes() <= 2 * cache.layers[0].keys.nbytes
+    assert tiny.difference(logits[0], alone("lm_infinite", "llama", ids[0])[120:]) < CACHED
+
+
+def test_a_long_first_piece_leaves_no_more_memory_taken_than_short_ones() -> None:
+    model, ids = patched("streaming"), tiny.tokens(700)
+    cache = ctxext.StreamingCache(model)
+    logits = pieces(model, ids, [600, *range(601, 701)], cache=cache)
+    assert cache.layers[0].keys.untyped_storage().nbytes() <= 2 * cache.layers[0].keys.nbytes
+    assert tiny.difference(logits[0], alone("streaming", "llama", ids[0])) < CACHED
+
+
+def test_pieces_may_be_read_with_and_without_gradients() -> None:
+    model, ids = patched("streaming"), tiny.tokens(200)
+    cache, found = ctxext.StreamingCache(model), []
+    modes = (torch.enable_grad, torch.no_grad, torch.inference_mode, torch.no_grad, torch.inference_mode)
+    for start, mode in zip(range(0, 200, 8), itertools.cycle(modes), strict=False):
+        with mode():
+            found.append(step(model, ids[:, start : start + 8], cache).detach().clone())
+    assert tiny.difference(torch.cat(found, dim=1)[0], alone("streaming", "llama", ids[0])) < CACHED
+
+
+def test_gradients_flow_through_the_cache() -> None:
+    ids, found = tiny.tokens(60), []
+    for sizes in ((60,), (25, 5, 5, 25)):
+        model = patched("streaming")
+        cache = ctxext.StreamingCache(model)
+        logits = torch.cat([step(model, piece, cache) for piece in ids.split(sizes, dim=1)], dim=1)
+        logits[:, -20:].logsumexp(-1).mean().backward()
+        found.append(model.model.layers[0].self_attn.k_proj.weight.grad)
+    assert tiny.difference(*found) < 1e-4 * found[0].abs().max()
+
+
+def test_rows_may_change_places_at_any_time() -> None:
+    model, ids = patched("streaming"), tiny.tokens(150, 2)
+    cache, order, found = ctxext.StreamingCache(model), torch.tensor([0, 1]), []
+    for start in range(0, 150, 3):
+        with torch.no_grad():
+            found.append(step(model, ids[order, start : start + 3], cache)[order])
+        order = order.flip(0)
+        cache.batch_select_indices(torch.tensor([1, 0]))
+    for i in range(2):
+        assert tiny.difference(torch.cat(found, dim=1)[i], alone("streaming", "llama", ids[i])) < CACHED
 
 
 def test_cropping_is_possible_until_something_was_evicted() -> None:

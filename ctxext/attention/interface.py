@@ -151,9 +151,10 @@ class Planner:
         past = _past(cache, given.get("cache_position"))
         valid = _valid(given.get("attention_mask"), batch, past, past + length, self.method)
         positions = given.get("position_ids")
-        held = torch.arange(past + length, device="cpu")[None]
         if isinstance(cache, StreamingCache):
             held = cache.begin(self.partition, past, length, valid)
+        else:
+            held = torch.arange(past + length, device="cpu")[None]
         if valid is None and len(held) == 1 and (positions is None or _counts(positions, past)):
             if positions is None:
                 given["position_ids"] = torch.arange(past, past + length, device=inputs.device)[None]

@@ -15,6 +15,49 @@ SLACK = 256
 """Columns beyond those needed that a cache may hold before they are evicted, all at once."""
 
 
+class _Columns:
+    """Grows and shrinks a tensor ``[B, H, n, D]`` in memory that is used again.
+
+    Tensors of ever new sizes would cut an allocator's memory into pieces, and a process grow though its tensors don't.
+    """
+
+    def __init__(self) -> None:
+        self._whole: Tensor | None = None
+
+    def append(self, held: Tensor, new: Tensor, room: int) -> Tensor:
+        """``held`` and, behind it, ``new``; where that needs other memory, it is for ``room`` columns at least."""
+        before, after = held.shape[2], held.shape[2] + new.shape[2]
+        if held.requires_grad or new.requires_grad:
+            return torch.cat((held, new), dim=2)
+        whole = self._behind(held)
+        if whole is None or whole.shape[2] < after or (whole.dtype, whole.device) != (new.dtype, new.device):
+            whole = self._whole = new.new_empty(*new.shape[:2], max(room, after), new.shape[3])
+            whole[:, :, :before] = held
+        whole[:, :, before:after] = new
+        return whole[:, :, :after]
+
+    def keep(self, held: Tensor, columns: Tensor, room: int) -> Tensor:
+        """These columns of ``held``: int64 ``[1, n]``, or one row for each of the batch's, ``[B, n]``."""
+        columns = columns.to(held.device)
+        if len(columns) == 1:
+            kept = held.index_select(2, columns[0])
+        else:
+            kept = held.gather(2, columns[:, None, :, None].expand(-1, held.shape[1], -1, held.shape[3]))
+        whole = self._behind(held)
+        if whole is None or not room <= whole.shape[2] <= 2 * room:
+            return kept
+        whole[:, :, : kept.shape[2]] = kept
+        return whole[:, :, : kept.shape[2]]
+
+    def _behind(self, held: Tensor) -> Tensor | None:
+        """The memory that ``held`` is the beginning of, if it may be written to."""
+        whole = self._whole
+        if whole is None or (whole.is_inference() and not torch.is_inference_mode_enabled()):
+            return None
+        same = whole.data_ptr() == held.data_ptr() and whole.stride() == held.stride() and len(whole) == len(held)
+        return whole if same else None
+
+
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     """Keys and values of one layer; its length is the number of tokens read, not of those kept."""
 
@@ -23,11 +66,18 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = 0
+        self.room = 0
+        """Columns that the next passes need."""
+        self._keys, self._values = _Columns(), _Columns()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.seen += key_states.shape[-2]
-        states: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
-        return states
+        if self.keys is None or self.values is None:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.keys = self._keys.append(self.keys, key_states, self.room)
+        self.values = self._values.append(self.values, value_states, self.room)
+        return self.keys, self.values
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -40,14 +90,8 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     def keep(self, columns: Tensor) -> None:
         """Only these columns, int64 ``[1, n]`` or one row for each of the batch's: ``[B, n]``."""
         if self.keys is not None and self.values is not None:
-            self.keys, self.values = _columns(self.keys, columns), _columns(self.values, columns)
-
-
-def _columns(x: Tensor, columns: Tensor) -> Tensor:
-    columns = columns.to(x.device)
-    if len(columns) == 1:
-        return x.index_select(2, columns[0])
-    return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+            self.keys = self._keys.keep(self.keys, columns, self.room)
+            self.values = self._values.keep(self.values, columns, self.room)
 
 
 class StreamingCache(Cache):
@@ -102,6 +146,8 @@ class StreamingCache(Cache):
                 "what the patch that is on attends to; make a new one"
             )
         needed = self.first + self.last - 1
+        for layer in self._own:
+            layer.room = needed + SLACK + length
         if self.columns.shape[1] > needed + SLACK:
             self._evict(past, needed, valid)
         self._expected = past + length
