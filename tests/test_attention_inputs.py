@@ -116,6 +116,14 @@ def test_negative_positions_are_refused(setting: str) -> None:
         patched(setting)(tiny.tokens(20), position_ids=torch.arange(-5, 15)[None], use_cache=False)
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_fewer_or_more_positions_than_tokens_are_refused(*, cached: bool) -> None:
+    model = patched("dca_yarn")
+    for positions in (torch.tensor([[0]]), torch.arange(21)[None]):
+        with pytest.raises(ctxext.UnsupportedModelError, match=r"position_ids has shape .* but there are 20 tokens"):
+            model(tiny.tokens(20), position_ids=positions, use_cache=cached)
+
+
 @pytest.mark.parametrize("setting", MAIN)
 def test_dropout_is_refused_in_training_only(setting: str) -> None:
     model, ids = patched(setting, attention_dropout=0.1), tiny.tokens(90)

@@ -798,7 +798,7 @@ def effect(method: ctxext.Method) -> tuple[list[float], float, int, list[list[fl
         (name, key)
         for name, cls in ctxext.METHODS.items()
         for key in cls.model_fields
-        if key not in ("name", "attention") and (name, key) != ("clex", "log_n")
+        if key not in ("name", "attention") and not (key == "log_n" and cls.no_log_n)
     ],
 )
 def test_every_field_has_an_effect(name: str, key: str) -> None:
@@ -927,7 +927,9 @@ def test_unknown_settings_are_refused_by_name(key: str) -> None:
         (ctxext.DCA, {"frequencies": {"name": "yarn", "facter": 2}}, r"facter.*value 2.*did you mean factor\?"),
         (ctxext.DCA, {"attention": "flash"}, r"attention\n.*'flash'"),
         (ctxext.ReRoPE, {"frequencies": ctxext.CLEX(factor=2)}, r"rerope: frequencies: clex learns its frequencies"),
-        (ctxext.CLEX, {"log_n": True}, r"clex: log_n is not supported"),
+        (ctxext.CLEX, {"log_n": True}, r"clex: log_n is not supported: its attention would not see"),
+        (ctxext.LMInfinite, {"log_n": True}, r"lm_infinite: log_n is not supported: it sees the same number of tokens"),
+        (ctxext.StreamingLLM, {"log_n": True}, r"streaming_llm: log_n is not supported: it sees the same number"),
         (ctxext.DynamicYaRN, {"beta_fast": 1, "beta_slow": 32}, r"beta_fast 1 must be above beta_slow 32"),
         (ctxext.RopeTheta, {}, r"rope_theta"),
         (ctxext.RopeTheta, {"rope_theta": 1}, r"rope_theta"),

@@ -17,6 +17,7 @@ import ctxext
 import tiny
 from attending import SETTINGS, SPEC, L, borders, frequencies_of, patched, relative_of
 from ctxext.attention.bands import Bands
+from ctxext.attention.partition import moved
 from ctxext.rope import RopeSpec
 
 pytestmark = attending.MARKS
@@ -146,3 +147,18 @@ def assert_blocks_cover_every_pair(method: ctxext.Method, positions: list[int], 
     expected = torch.tensor([[j <= i and relative_of(method, i, j) is not None for j in positions] for i in positions])
     expected[:first] = False
     assert torch.equal(count, expected.long())
+
+
+def test_what_blocks_share_is_moved_to_a_device_once() -> None:
+    positions = torch.arange(400)
+    blocks = ctxext.SelfExtend(neighbor_window=19, group_size=6).partition(SPEC).blocks(positions, 0)
+    there = moved(blocks, torch.device("meta"))
+    assert len(blocks) > 10
+    assert len({id(block.key_turn) for block in there if block.key_turn is not None}) == 1
+    for block, other in zip(blocks, there, strict=True):
+        assert (block.queries, block.step) == (other.queries, other.step)
+        for region, placed in zip(block.regions, other.regions, strict=True):
+            assert region._replace(turn=None) == placed._replace(turn=None)
+            assert (region.turn is None) == (placed.turn is None)
+            assert placed.turn is None or (placed.turn.is_meta and placed.turn.shape == region.turn.shape)
+    assert moved(blocks, torch.device("cpu")) is blocks

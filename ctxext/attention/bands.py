@@ -43,8 +43,9 @@ TRUE_DISTANCES = Band()
 class Bands(Partition):
     """Bands of distances that don't overlap; what is in none of them is not attended to.
 
-    The rotary module rotates to ``position mod period``, so that angles stay small and exact however long the text is;
-    ``period`` is at least the reach of every band at true distances, and of every key that is shown unturned.
+    The rotary module rotates to ``position mod period``, so that angles are no less exact at any length than within the
+    first period; ``period`` is at least the reach of every band at true distances, and of every key that is shown
+    unturned.
 
     Attributes:
         bands: the first one begins at distance 0.

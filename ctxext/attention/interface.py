@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from ctxext.attention import engine, naive
-from ctxext.attention.partition import Block, Partition
+from ctxext.attention.partition import Block, Partition, moved
 from ctxext.attention.streaming import StreamingCache
 from ctxext.errors import PatchError, UnsupportedModelError
 
@@ -81,11 +81,11 @@ class Record:
 
     Attributes:
         settings: of the patch: the method and the rotary embedding that it extends.
-        valid: bool ``[B, S]`` on the CPU, which columns are no padding.
+        valid: bool ``[B, S]`` on the CPU, which columns are no padding, or None if all are.
         keys: the first layer's cached keys as they were left, while they are.
     """
 
-    def __init__(self, settings: Any, valid: Tensor) -> None:
+    def __init__(self, settings: Any, valid: Tensor | None) -> None:
         self.settings = settings
         self.valid = valid
         self.keys: weakref.ref[Tensor] | None = None
@@ -151,10 +151,16 @@ class Planner:
         past = _past(cache, given.get("cache_position"))
         valid = _valid(given.get("attention_mask"), batch, past, past + length, self.method)
         positions = given.get("position_ids")
+        # Before a cache evicts anything, so that what is refused has changed nothing.
+        record = None if cache is None else self._record(cache, valid, batch, past)
         if isinstance(cache, StreamingCache):
             held = cache.begin(self.partition, past, length, valid)
         else:
             held = torch.arange(past + length, device="cpu")[None]
+        if positions is not None and positions.shape[-1] != length:
+            raise UnsupportedModelError(
+                f"method {self.method}: position_ids has shape {tuple(positions.shape)}, but there are {length} tokens"
+            )
         if valid is None and len(held) == 1 and (positions is None or _counts(positions, past)):
             if positions is None:
                 given["position_ids"] = torch.arange(past, past + length, device=inputs.device)[None]
@@ -164,17 +170,15 @@ class Planner:
             rows = self._ragged_rows(
                 given, valid, positions, batch, held, length, inputs.device, cached=cache is not None
             )
-        rows = [row._replace(blocks=[block.to(inputs.device) for block in row.blocks]) for row in rows]
+        rows = [row._replace(blocks=moved(row.blocks, inputs.device)) for row in rows]
         plan = Plan(self.partition, self.naive, rows, (batch, length), cache)
         if cache is not None:
             plan.kept = _kept(cache)
-            plan.record = self._record(cache, valid, batch, past, length)
+            plan.record = record
         return plan
 
-    def _record(self, cache: Any, valid: Tensor | None, batch: int, past: int, length: int) -> Record:
+    def _record(self, cache: Any, valid: Tensor | None, batch: int, past: int) -> Record:
         """What the cache holds after this pass, once it is clear that it holds what this pass takes it for."""
-        if valid is None:
-            valid = torch.ones(batch, past + length, dtype=torch.bool, device="cpu")
         layers: Any = getattr(cache, "layers", ())
         before: Record | None = vars(layers[0]).get(_RECORD) if layers else None
         if past and (before is None or before.settings != self.settings):
@@ -182,7 +186,7 @@ class Planner:
                 f"method {self.method}: the cache holds {past} tokens that were not read under this patch, and their "
                 "keys mean something else here; start with an empty cache"
             )
-        if past and before is not None and not _same_padding(before, valid[:, :past], layers[0]):
+        if past and before is not None and not _same_padding(before, valid, batch, past, layers[0]):
             raise UnsupportedModelError(
                 f"method {self.method}: the attention_mask of the {past} cached tokens isn't the one that they were "
                 "read with, which gave them their positions; pass it again, with the new tokens' appended"
@@ -446,13 +450,16 @@ def _cache(decoder: Any, given: dict[str, Any]) -> Any:
     return given[name]
 
 
-def _same_padding(before: Record, valid: Tensor, layer: Any) -> bool:
+def _same_padding(before: Record, valid: Tensor | None, batch: int, past: int, layer: Any) -> bool:
     """Whether padding stands where it stood; in reordered, selected or repeated rows, where it stood in some row."""
-    then = before.valid[:, : valid.shape[1]]
-    if then.shape == valid.shape and torch.equal(then, valid):
+    if before.valid is None and valid is None:
+        return True
+    now = torch.ones(batch, past, dtype=torch.bool, device="cpu") if valid is None else valid[:, :past]
+    then = torch.ones_like(now) if before.valid is None else before.valid[:, :past]
+    if then.shape == now.shape and torch.equal(then, now):
         return True
     untouched = before.keys is not None and before.keys() is layer.keys
-    return not untouched and all(bool((then == row).all(dim=1).any()) for row in valid)
+    return not untouched and all(bool((then == row).all(dim=1).any()) for row in now)
 
 
 def _valid(mask: Any, batch: int, past: int, total: int, method: str) -> Tensor | None:

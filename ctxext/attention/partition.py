@@ -60,19 +60,33 @@ class Block(NamedTuple):
     step: int = 0
     exact: bool = True
 
-    def to(self, device: torch.device) -> Block:
-        """The block with its tensors on a device; they stay where they are if it has no fp64 for their angles."""
-        if device.type in ("cpu", "mps"):
-            return self
-        return self._replace(
-            regions=tuple(
-                region if region.turn is None else region._replace(turn=region.turn.to(device))
-                for region in self.regions
-            ),
-            inv_freq=self.inv_freq.to(device),
-            key_turn=None if self.key_turn is None else self.key_turn.to(device),
-            gain=None if self.gain is None else self.gain.to(device),
+
+def moved(blocks: list[Block], device: torch.device) -> list[Block]:
+    """The blocks with their tensors on a device, each of them moved once however many blocks share it.
+
+    They stay where they are if the device has no fp64 for their angles.
+    """
+    if device.type in ("cpu", "mps"):
+        return blocks
+    there: dict[int, Tensor] = {}
+
+    def move(x: Tensor) -> Tensor:
+        if id(x) not in there:
+            there[id(x)] = x.to(device)
+        return there[id(x)]
+
+    def maybe(x: Tensor | None) -> Tensor | None:
+        return None if x is None else move(x)
+
+    return [
+        block._replace(
+            regions=tuple(region._replace(turn=maybe(region.turn)) for region in block.regions),
+            inv_freq=move(block.inv_freq),
+            key_turn=maybe(block.key_turn),
+            gain=maybe(block.gain),
         )
+        for block in blocks
+    ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,6 +70,8 @@ class Method(BaseModel, ABC):
     of that at the trained length: 1 if at none, infinite by the method's definition, None if nobody has shown it."""
     evidence: ClassVar[str] = "no figures without training are published or were measured here"
     """What that rests on, in one line with its source."""
+    no_log_n: ClassVar[str | None] = None
+    """Why ``log_n`` is refused, if it is."""
 
     name: str
     factor: Number | None = Field(
@@ -93,6 +95,12 @@ class Method(BaseModel, ABC):
         """Only what differs from the defaults, so that messages stay short."""
         fields = type(self).model_fields
         return [(key, value) for key, value in super().__repr_args__() if key is None or value != fields[key].default]
+
+    @model_validator(mode="after")
+    def _check_log_n(self) -> Method:
+        if self.log_n and self.no_log_n is not None:
+            raise ConfigError(f"method {self.name}: log_n is not supported: {self.no_log_n}")
+        return self
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Method:

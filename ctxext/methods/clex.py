@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
-from ctxext.errors import ConfigError
 from ctxext.methods.base import Method, WholeNumber
 from ctxext.methods.ntk import NTK, ntk_theta
 from ctxext.rope import RopeSpec, default_inv_freq
@@ -46,17 +45,13 @@ class CLEX(Method):
     untrained_factor: ClassVar[float | None] = NTK.untrained_factor
     evidence: ClassVar[str] = "made for training (2310.16450); without it the frequencies are those of ntk"
 
+    no_log_n: ClassVar[str | None] = "its attention would not see what is learned"
+
     name: Literal["clex"] = "clex"
     amplification: WholeNumber = Field(
         1, ge=1, le=64, description="Width of the network in head dimensions (lambda in the paper)."
     )
     solver_steps: WholeNumber = Field(16, ge=1, le=1024, description="Runge-Kutta steps from the trained scale.")
-
-    @model_validator(mode="after")
-    def _check_log_n(self) -> CLEX:
-        if self.log_n:
-            raise ConfigError("method clex: log_n is not supported: its attention would not see what is learned")
-        return self
 
     def scaled_rope(self, spec: RopeSpec) -> tuple[Tensor, float]:
         """Those before training; what training makes of them, the module of :meth:`learned_rope` says."""

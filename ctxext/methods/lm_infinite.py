@@ -17,7 +17,7 @@ from ctxext.rope import RopeSpec
 
 
 class LMInfinite(Banded):
-    """Attend to the first tokens and to the last ones only, at distances that never leave the trained range.
+    """Attend to the first tokens and to the last ones only, at distances that grow no further than a limit.
 
     A query at position i attends to a key at j <= i if i - j < ``n_local`` or j < ``n_global``, at the relative
     position min(i - j, ``distance_limit``). What lies between is not seen: the model reads on without end, but finds
@@ -26,8 +26,8 @@ class LMInfinite(Banded):
 
     Reference: LM-Infinite: Zero-Shot Extreme Length Generalization for Large Language Models
     (https://arxiv.org/abs/2308.16137), section 4. Defaults as published: 100 global tokens (the paper: 10 to 100 do),
-    local tokens and limit the trained length. Its further option, to attend to some tokens in the middle in a few
-    layers, is not here.
+    local tokens and limit the trained length (one more than the largest distance in training). Its further option, to
+    attend to some tokens in the middle in a few layers, is not here.
     """
 
     title: ClassVar[str] = "LM-Infinite"
@@ -36,6 +36,8 @@ class LMInfinite(Banded):
     evidence: ClassVar[str] = (
         "positions stay in the trained range at any length, but the middle is not seen (2308.16137)"
     )
+
+    no_log_n: ClassVar[str | None] = "it sees the same number of tokens however long the text is"
 
     name: Literal["lm_infinite"] = "lm_infinite"
     n_global: WholeNumber = Field(100, ge=1, description="First tokens that all later ones attend to.")

@@ -36,6 +36,8 @@ class StreamingLLM(Banded):
     untrained_factor: ClassVar[float | None] = math.inf
     evidence: ClassVar[str] = "steady perplexity over 4 million tokens, of which it remembers one window (2309.17453)"
 
+    no_log_n: ClassVar[str | None] = "it sees the same number of tokens however long the text is"
+
     name: Literal["streaming_llm"] = "streaming_llm"
     n_sink: WholeNumber = Field(4, ge=1, description="First tokens that are never forgotten (attention sinks).")
     window: WholeNumber | None = Field(
