@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
 
 from ctxext.errors import ConfigError, nearest
 from ctxext.methods import Method, method_class
@@ -229,6 +238,12 @@ class SearchWeights(Section):
     text: Annotated[Number, Field(ge=0)] = 1.0
     passkey: Annotated[Number, Field(ge=0)] = 0.1
     trained: Annotated[Number, Field(ge=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _check(self) -> SearchWeights:
+        if self.text == self.passkey == self.trained == 0:
+            raise ValueError("all weights are 0, so that every setting would be as good; raise one")
+        return self
 
 
 class SearchSection(Section):

@@ -154,8 +154,11 @@ def write_checkpoint(
         state: all weights, where the model itself holds only a part of them.
 
     Raises:
-        ConfigError: the folder can't be used or written.
+        ConfigError: the folder can't be used or written, or ``state`` was given for a model with adapters, whose
+            weights are not merged in it.
     """
+    if state is not None and any(hasattr(module, "peft_config") for module in (model, unwrap(model))):
+        raise ConfigError("adapters can't be merged into weights that are given as state; save the adapter by itself")
     bare = merge(model)
     length = bare.config.max_position_embeddings
     if tokenizer.model_max_length < length:

@@ -95,7 +95,13 @@ def finetune(
             sharded = job.accelerator.distributed_type in SHARDED
             if sharded and settings.lora is not None and settings.lora.merge:
                 raise ConfigError(
-                    "lora.merge: the weights are spread over the processes; leave it out, and merge with ctxext export"
+                    "finetune.lora.merge: the weights are spread over the processes; leave it out, and merge with "
+                    "ctxext export"
+                )
+            if sharded and getattr(configuration.method, "learns", False) and settings.precision == "bf16":
+                raise ConfigError(
+                    f"finetune.precision: bf16 would round what {configuration.method.name} learns where the weights "
+                    "are spread over the processes; give fp32"
                 )
             plan = job.plan()
             if announce is not None:

@@ -107,6 +107,8 @@ class Root(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        # Which modules FSDP gathers one by one; without it, each process would hold all weights in every pass.
+        self._no_split_modules = getattr(bare_model(model), "_no_split_modules", None)
 
     def forward(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``task(model, ...)``."""

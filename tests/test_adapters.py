@@ -328,6 +328,13 @@ def test_a_model_in_memory_is_merged_and_written_and_stays_usable(base: str, tmp
         assert tiny.difference(tiny.logits(plain, IDS), expected) < 1e-3
 
 
+def test_weights_given_beside_adapters_are_not_written(base: str, tmp_path: Path) -> None:
+    trained, tokenizer = train(base, YARN), ctxext.load_model(base, device="cpu")[1]
+    with pytest.raises(ConfigError, match="adapters can't be merged into weights that are given as state"):
+        write_checkpoint(trained, tokenizer, tmp_path / "out", state=trained.state_dict())
+    assert not (tmp_path / "out").exists()
+
+
 def test_results_of_two_adapters_on_one_base_are_not_taken_for_one_another(base: str) -> None:
     fingerprints = {
         weights_fingerprint(ctxext.patching.unwrap(model))

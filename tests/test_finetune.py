@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate import DistributedType
 from finetunes import SETTINGS, TEXTS, losses
 from transformers import AutoModelForCausalLM
 
@@ -46,6 +47,22 @@ def config(checkpoint: Path, tmp_path: Path) -> Path:
 
 def perplexities(log: list[dict[str, Any]]) -> list[list[float]]:
     return [[row["nll"] for row in entry["evaluation"]] for entry in log if "evaluation" in entry]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["-s", "finetune.lora={rank: 4, merge: true}"], "finetune.lora.merge: the weights are spread"),
+        (["-s", "method.name=clex", "-s", "finetune.precision=bf16"], "bf16 would round what clex learns"),
+    ],
+)
+def test_what_spread_weights_would_get_wrong_is_refused(
+    run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], words: str
+) -> None:
+    monkeypatch.setattr("ctxext.finetuning.SHARDED", (DistributedType.NO,))
+    ran = run("finetune", "-c", config, "-o", tmp_path / "run", *changes)
+    assert (ran.status, words in ran.err) == (2, True), ran.err
+    assert not (tmp_path / "run" / "model").exists()
 
 
 def test_the_result_loads_without_ctxext_and_reads_as_it_was_measured(run: Run, config: Path, tmp_path: Path) -> None:

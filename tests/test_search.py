@@ -56,7 +56,7 @@ def document(number: int, words: int = 150) -> str:
 @pytest.fixture
 def settings(checkpoint: Path, tmp_path: Path) -> dict[str, Any]:
     """A file of a small search, as values; its texts lie beside it."""
-    for name, numbers in (("text", range(2)), ("held-out", range(10, 14))):
+    for name, numbers in (("text", range(2)), ("held-out", range(10, 14)), ("twice", (20, 21, 20))):
         lines = (json.dumps({"text": document(i)}) + "\n" for i in numbers)
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     return {
@@ -124,6 +124,9 @@ def found(folder: Path) -> dict[str, Any]:
         ({"dca": {"chunk_size": {"low": 16.5, "high": 32}}}, ["chunk_size.low", "integer"]),
         ({"dca": {"frequencies": {"name": "ntk", "facter": {"low": 1, "high": 2}}}}, ["frequencies.facter"]),
         ({"dca": {"frequencies": [None, {"name": "ntk", "facter": 2}]}}, ["frequencies.facter"]),
+        ({"dca": {"frequencies": ["ntk", None]}}, ["dca.frequencies", "expected a method", "'ntk'"]),
+        ({"yarn": {"beta_fast": {"name": "ntk"}}}, ["yarn.beta_fast", "takes no method"]),
+        ({"yarn": {"beta_fast": [{"name": "ntk", "factor": 2}, 32]}}, ["yarn.beta_fast", "out of bounds"]),
         ({"plain": {"factor": 2}}, ["write plain: null"]),
     ],
 )
@@ -476,7 +479,7 @@ def test_a_planted_optimum_is_found_and_beats_the_defaults(
     assert "95 % intervals over documents, each of which counts as one sample" in " ".join(ran.out.split())
 
 
-def test_what_wins_on_the_search_text_alone_is_not_said_to_beat_the_defaults(
+def test_what_is_better_on_text_and_worse_on_prompts_is_not_said_to_beat_the_defaults(
     start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted(monkeypatch, lambda beta: 2 + 0.01 * beta, lambda beta: 1.0 - 0.01 * beta)
@@ -510,6 +513,61 @@ def test_one_held_out_document_or_nothing_to_compare_with_is_no_verdict() -> Non
     assert "nothing to compare it with" in failed
 
 
+def broken(monkeypatch: pytest.MonkeyPatch, name: str, where: str) -> None:
+    """Reading ``text`` or ``held_out`` fails under a method of that name with settings that aren't its defaults."""
+    real = study.read
+
+    def read(model: Any, tokenizer: Any, texts: Any, *arguments: Any, **options: Any) -> Any:
+        patch = active_patch(model)
+        held_out = "held-out.jsonl" in texts.name
+        default = patch is not None and getattr(patch.method, "beta_fast", None) == 32.0
+        if patch is not None and patch.method.name == name and held_out == (where == "held_out") and not default:
+            raise RuntimeError("no memory left")
+        return real(model, tokenizer, texts, *arguments, **options)
+
+    monkeypatch.setattr(study, "read", read)
+
+
+def test_a_best_setting_that_fails_on_held_out_text_is_said_to(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(monkeypatch, lambda beta: 2 + 0.01 * beta, lambda beta: 1.0)
+    broken(monkeypatch, "yarn", "held_out")
+    assert start("out", methods=ONE_PARAMETER, trials=4).status == 3
+    summary = record(tmp_path / "out")["summary"]
+    assert "could not be measured on held-out text (no memory left)" in summary["verdict"]
+    assert "beats the defaults can't be told" in summary["verdict"]
+
+
+def test_defaults_that_could_not_be_measured_are_named(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(monkeypatch, lambda beta: 2 + 0.01 * beta, lambda beta: 1 + 0.01 * beta)
+    broken(monkeypatch, "dca", "text")
+    assert start("out", methods={**ONE_PARAMETER, "dca": None}, trials=5).status == 3
+    summary = record(tmp_path / "out")["summary"]
+    assert summary["verdict"].endswith(
+        "beats the defaults on held-out text and prompts (dca, defaults could not be measured)"
+    )
+    assert {"against": "dca, defaults", "reason": "no memory left"} in summary["differences"]
+
+
+def test_a_window_beyond_the_target_is_tried_as_it_stands(start: Callable[..., Any], tmp_path: Path) -> None:
+    assert start("out", methods={"dynamic_ntk": {"seq_len": [TARGET, 2 * TARGET]}}, trials=6).status == 0
+    rows = record(tmp_path / "out")["rows"]
+    assert {row["method_settings"].get("seq_len") for row in rows} >= {TARGET, 2 * TARGET}
+    assert all(row["reason"] is None or row["reason"].startswith("as trial") for row in rows)
+
+
+def test_after_a_break_a_trial_is_the_best_only_if_none_before_was_better(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(monkeypatch, lambda beta: 2 + abs(beta - 32), lambda beta: 1.0)
+    first = start("out", methods=ONE_PARAMETER, trials=1)
+    assert "the best so far" in first.err
+    assert "the best so far" not in start("out", "--resume", methods=ONE_PARAMETER, trials=4).err
+
+
 def test_a_search_that_finds_nothing_better_says_so(
     start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -538,6 +596,10 @@ def test_text_that_both_sides_would_read_is_refused(start: Callable[..., Any], t
         ({"held_out": {"dataset": "{tmp}/held-out.jsonl", "seed": 0}}, ["search.held_out.seed", "give another"]),
         ({"text": {"dataset": "{tmp}/text.jsonl", "skip_documents": 9}}, ["no document after the first 9"]),
         ({"last": 512}, ["search.last", "512"]),
+        ({"weights": {"text": 0, "passkey": 0, "trained": 0}}, ["search.weights", "all weights are 0"]),
+        ({"sampler": "gp"}, ["search.sampler", "single method", "give tpe"]),
+        ({"sampler": "gp", "methods": {"yarn": {"beta_fast": {"low": 40, "high": 64}}}}, ["yarn, defaults is not"]),
+        ({"text": {"dataset": "{tmp}/twice.jsonl"}}, ["the same text", "leave one of them out"]),
         ({"trials": 2}, ["search.trials", "5 settings"]),
         ({"depth": []}, ["depth"]),
         ({"weights": {"txt": 1}}, ["weights.txt"]),

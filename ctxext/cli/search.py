@@ -86,7 +86,8 @@ def _finish(record: dict[str, Any], wanted: options.Results) -> None:
     write_bytes(search_tables(record).encode(), wanted.output / "table.md")
     for line in write_artefacts(record, wanted.output):
         typer.echo(line, err=True)
-    if any(row["reason"] for row in record["summary"]["differences"]):
+    summary = record["summary"]
+    if summary["reason"] or any(row["reason"] for row in summary["differences"]):
         raise typer.Exit(3)
 
 
@@ -102,7 +103,6 @@ def _progress() -> Iterator[
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    best: list[float] = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
 
         def report(row: Mapping[str, Any], trials: int) -> None:
@@ -110,8 +110,7 @@ def _progress() -> Iterator[
             if value is None:
                 said = f"none: {row['reason']}"
             else:
-                said = f"{value:.4f}{', the best so far' if not best or value < min(best) else ''}"
-                best.append(value)
+                said = f"{value:.4f}{', the best so far' if row['is_best'] else ''}"
             setting = " ".join(filter(None, (row["method"], row["settings"])))
             line = f"trial {row['trial']} of {trials}, {setting}: {said}"
             bars.console.print(line, highlight=False, markup=False, soft_wrap=True)

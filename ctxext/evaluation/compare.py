@@ -60,7 +60,12 @@ class Bench:
     """A loaded model that methods are put on in turn; between them it must be what it was, to the bit."""
 
     def __init__(self, model: Any, *, replace_scaling: bool = False) -> None:
-        """A method that is on is taken off, and not put back."""
+        """A method that is on is taken off, and not put back. Raises ConfigError for a model with an adapter."""
+        if any(hasattr(module, "peft_config") for module in (model, unwrap(model))):
+            raise ConfigError(
+                "an adapter is made for the method that it was trained under, so methods can't be compared on it: "
+                "evaluate it by itself"
+            )
         if (own := active_patch(unwrap(model))) is not None:
             own.remove()
         self.model, self._replace_scaling = model, replace_scaling
@@ -121,11 +126,6 @@ def compare(
         PatchError: a method that changes nothing, or a plain model that isn't what it was.
     """
     _check_labels(methods)
-    if any(hasattr(module, "peft_config") for module in (model, unwrap(model))):
-        raise ConfigError(
-            "an adapter is made for the method that it was trained under, so methods can't be compared on it: evaluate "
-            "it by itself"
-        )
     bench = Bench(model, replace_scaling=_replaces(configuration))
     first: dict[str, Method | None] = {PLAIN: None} if with_plain or PLAIN in methods else {}
     entries = []

@@ -50,16 +50,22 @@ def read_texts(section: SearchText, tokenizer: Any, lengths: Sequence[int], dept
     """The documents of a section that are long enough, each with a key at each of ``depths``.
 
     Raises:
-        DataError: none is long enough.
+        DataError: none is long enough, or one is there twice.
         ConfigError: the lengths are too short for so many keys.
     """
     originals: list[Document] = []
+    seen: dict[str, str] = {}
     keyed: list[KeyedText] = []
     documents = itertools.islice(section_documents(section, section.dataset), section.skip_documents, None)
     for document in documents:
         found = hide_keys(tokenizer, document, length=max(lengths), depths=depths, seed=section.seed, bos=section.bos)
         if found is None:
             continue
+        if (twin := seen.setdefault(document.text, document.id)) != document.id:
+            raise DataError(
+                f"{dataset_id(section.dataset)}: documents {twin} and {document.id} are the same text, which would "
+                "count twice; leave one of them out"
+            )
         originals.append(document)
         keyed.append(found)
         if len(keyed) == section.max_documents:

@@ -232,6 +232,8 @@ def _parse_field(cls: type[Method], key: str, value: Any, path: str) -> Dimensio
     annotation = cls.model_fields[key].annotation
     if isinstance(value, Mapping):
         if "name" in value:
+            if not _takes_method(annotation):
+                raise ConfigError(f"{path}: this field takes no method; give a value, a list of choices, or a range")
             return _parse_space(value, path)
         if "knots" in value:
             if tuple not in {get_origin(part) for part in _parts(annotation)}:
@@ -255,15 +257,15 @@ def _parse_field(cls: type[Method], key: str, value: Any, path: str) -> Dimensio
 
 def _check_value(cls: type[Method], key: str, value: Any, path: str) -> None:
     """Raise ConfigError for a value that the field takes by no means; what fields forbid each other shows in trials."""
-    if isinstance(value, Mapping):
+    field = cls.model_fields[key]
+    if _takes_method(field.annotation) and value is not None:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path}: expected a method, e.g. {{name: ntk, factor: 2}}, got {value!r}")
         from ctxext.config import parse_inner_method  # which knows all sections, the one with this space among them
 
         parse_inner_method(value, path)
         return
-    field = cls.model_fields[key]
-    if field.annotation is None or any(
-        isinstance(part, type) and issubclass(part, Method) for part in _parts(field.annotation)
-    ):
+    if field.annotation is None or value is None:
         return
     annotation: Any = Annotated[(field.annotation, Field(), *field.metadata)]
     adapter: TypeAdapter[Any] = TypeAdapter(annotation)
@@ -273,6 +275,10 @@ def _check_value(cls: type[Method], key: str, value: Any, path: str) -> None:
         message = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
         shown = message.replace("should be", "it should be", 1) if message.startswith("should") else message
         raise ConfigError(f"{path}: {value!r} is out of bounds: {shown}") from None
+
+
+def _takes_method(annotation: Any) -> bool:
+    return any(isinstance(part, type) and issubclass(part, Method) for part in _parts(annotation))
 
 
 def _parse_model(cls: type[Any], value: Mapping[str, Any], path: str) -> Any:

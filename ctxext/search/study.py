@@ -186,7 +186,19 @@ class _Search:
                 f"search.trials: {self._section.trials} are fewer than the {len(self._starts)} settings that are tried "
                 "first; raise it"
             )
+        if self._section.sampler == "gp":
+            self._check_gp()
         self._log: TrialLog | None = None
+
+    def _check_gp(self) -> None:
+        """Optuna's Gaussian process sees only parameters that every trial has, and draws the others at random."""
+        unseen = [start.title for start in self._starts if not start.proposal.distributions]
+        several = len(searched(self._spaces)) > 1
+        if unseen or several:
+            why = "search one method" if several else f"{unseen[0]} is not a setting that the ranges hold"
+            raise ConfigError(
+                f"search.sampler: gp needs a single method whose defaults lie within its ranges ({why}); give tpe"
+            )
 
     def settings(self) -> dict[str, Any]:
         """All that decides what comes of the search, except for how long it goes on."""
@@ -249,7 +261,8 @@ class _Search:
                 break
             trial = self._try(number)
             if report is not None:
-                report(_row(trial), section.trials)
+                values = [one.value for one in self._finished if one.value is not None]
+                report({**_row(trial), "is_best": trial.value == min(values, default=None)}, section.trials)
 
     def finish(self) -> dict[str, Any]:
         """Compare the best setting with the defaults on held-out text; the record of it all."""
@@ -259,8 +272,14 @@ class _Search:
             raise CtxextError(f"no setting could be measured; the first: {trials[0].user_attrs['reason']}")
         best = min(complete, key=lambda trial: (trial.value, trial.number))
         entries = self._compare(best, complete)
+        failed = {
+            trial.user_attrs["title"]: trial.user_attrs["reason"]
+            for trial in trials
+            if trial.value is None and trial.user_attrs["is_default"]
+        }
         found = comparison(
             entries,
+            failed,
             best.user_attrs["title"],
             self._held_out,
             self._section,
@@ -330,9 +349,11 @@ class _Search:
                 reaching = parse_inner_method({**settings, "max_position_embeddings": self._target}, path)
                 reaching.lengths(self._spec)
                 method = reaching
-            except ConfigError:
-                if "factor" not in settings:  # else it says how far the method reaches
-                    raise
+            except ConfigError as error:
+                try:
+                    method.lengths(self._spec)  # it says by itself how far it reaches
+                except ConfigError:
+                    raise error from None
         if (reach := method.lengths(self._spec).target) < self._target:
             raise ConfigError(f"method {method.name}: reaches {reach:,} tokens, not the target {self._target:,}")
         return method

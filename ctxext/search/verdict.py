@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 def comparison(
     entries: Sequence[Entry],
+    failed: Mapping[str, str],
     title: str,
     texts: Texts,
     section: SearchSection,
@@ -25,6 +26,7 @@ def comparison(
 ) -> dict[str, Any]:
     """Differences of the best setting to each of the defaults, by part, with intervals over documents.
 
+    ``entries``: the best setting, then the defaults; ``failed``: those that couldn't be measured before, and why.
     Means that differ by less than ``noise`` are the same.
     """
     measured = {
@@ -42,6 +44,8 @@ def comparison(
             for part in PARTS:
                 row[part] = _difference(measured[title], measured[entry.label], part)
         rows.append(row)
+    rows += [{"against": label, "reason": reason} for label, reason in failed.items()]
+    reason = entries[0].reasons.get("perplexity") if entries else None
     for part in PARTS:
         differences = [row[part] for row in rows if part in row]
         tested = [one for one in differences if one["p"] is not None and abs(one["difference"]) >= noise]
@@ -54,8 +58,9 @@ def comparison(
     return {
         "losses": losses,
         "differences": rows,
+        "reason": reason,
         "noise_floor_nll": noise,
-        "verdict": verdict(title, rows, len(texts.keyed), is_default=is_default),
+        "verdict": verdict(title, rows, len(texts.keyed), is_default=is_default, reason=reason),
     }
 
 
@@ -72,21 +77,33 @@ def _difference(ours: Sequence[Sums], theirs: Sequence[Sums], part: str) -> dict
     }
 
 
-def verdict(title: str, rows: Sequence[Mapping[str, Any]], documents: int, *, is_default: bool = False) -> str:
-    """Whether the best setting beats the defaults on held-out text and prompts, in one plain sentence."""
+def verdict(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    documents: int,
+    *,
+    is_default: bool = False,
+    reason: str | None = None,
+) -> str:
+    """Whether the best setting beats the defaults on held-out text and prompts, in one plain sentence.
+
+    ``reason``: why the best setting couldn't be measured there, if it couldn't.
+    """
+    if reason is not None:
+        return f"whether {title} beats the defaults can't be told: it could not be measured on held-out text ({reason})"
     if is_default:
         return f"the search found nothing that beats the defaults on its own text: the best setting is {title!r}"
     unmeasured = [row["against"] for row in rows if "text" not in row]
     rows = [row for row in rows if "text" in row]
+    end = f" ({', '.join(unmeasured)} could not be measured)" if unmeasured else ""
     if not rows:
-        return f"{title} is the best setting found; there is nothing to compare it with"
+        return f"{title} is the best setting found; there is nothing to compare it with{end}"
     if documents == 1:
         return (
             f"whether {title} beats the defaults can't be told: there is one held-out document, and intervals are over "
             "documents"
         )
     judged = {row["against"]: {part: judge(row[part]) for part in ("text", "passkey")} for row in rows}
-    end = f" ({', '.join(unmeasured)} could not be measured)" if unmeasured else ""
     if all(word == "better" for words in judged.values() for word in words.values()):
         return f"{title} beats the defaults on held-out text and prompts{end}"
     against = "; ".join(
