@@ -98,9 +98,10 @@ def finetune(
                     "finetune.lora.merge: the weights are spread over the processes; leave it out, and merge with "
                     "ctxext export"
                 )
-            if sharded and getattr(configuration.method, "learns", False) and settings.precision == "bf16":
+            patch = active_patch(model)
+            if sharded and patch is not None and patch.method.learns and settings.precision == "bf16":
                 raise ConfigError(
-                    f"finetune.precision: bf16 would round what {configuration.method.name} learns where the weights "
+                    f"finetune.precision: bf16 would round what {patch.method.name} learns where the weights "
                     "are spread over the processes; give fp32"
                 )
             plan = job.plan()
