@@ -20,7 +20,7 @@ import ctxext
 import tiny
 from command_line import Run
 from ctxext.errors import ConfigError, CtxextError, ModelLoadError
-from ctxext.evaluation.compare import compare
+from ctxext.evaluation.compare import Bench
 from ctxext.evaluation.results import weights_fingerprint
 from ctxext.export import export, save_adapter, write_checkpoint
 
@@ -370,9 +370,9 @@ def test_a_run_is_not_resumed_with_another_adapter(run: Run, adapter: Path, base
 
 
 def test_methods_are_not_compared_on_an_adapter(adapter: Path) -> None:
-    model, tokenizer = ctxext.load_model(str(adapter), device="cpu")
+    model, _ = ctxext.load_model(str(adapter), device="cpu")
     with pytest.raises(ConfigError, match="an adapter is made for the method that it was trained under"):
-        compare(model, tokenizer, {"ntk": tiny.METHODS["ntk"]}, {}, None)
+        Bench(model)
 
 
 def test_an_adapter_is_run_elsewhere_only_merged(adapter: Path, tmp_path: Path) -> None:
