@@ -386,6 +386,7 @@ def failing_at_line(number: int, functions: set[str], action: Callable[[], Any])
                 raise InjectedError(f"{code.co_filename}:{frame.f_lineno}")
         return trace
 
+    gradients = torch.is_grad_enabled()
     sys.settrace(trace)
     try:
         action()
@@ -393,6 +394,8 @@ def failing_at_line(number: int, functions: set[str], action: Callable[[], Any])
         return str(failure)
     finally:
         sys.settrace(None)
+        # A trace sees the line of a `with` once more before the block is left, and an error from there leaves it open.
+        torch.set_grad_enabled(gradients)
     return None
 
 
