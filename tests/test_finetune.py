@@ -277,7 +277,16 @@ from ctxext import processes
 from ctxext.cli import main
 processes._state()
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-main(sys.argv[1:])
+from torch.distributed import fsdp
+shard, sharded = fsdp.fully_shard, []
+def noted(module, *arguments, **options):
+    sharded.append(type(module).__name__)
+    return shard(module, *arguments, **options)
+fsdp.fully_shard = noted
+try:
+    main(sys.argv[1:])
+finally:
+    assert sharded == ["LlamaDecoderLayer"] * 2 + ["Root"], sharded
 """
 
 
