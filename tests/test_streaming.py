@@ -200,6 +200,17 @@ def test_a_pass_that_broke_off_is_noticed() -> None:
     assert tiny.difference(pieces(model, ids, (60,), cache=cache)[0], alone("streaming", "llama", ids[0])) < CACHED
 
 
+def test_pieces_read_under_autocast_round_nothing_that_is_cached() -> None:
+    model, ids, found = patched("streaming"), tiny.tokens(120), []
+    for cache in (ctxext.StreamingCache(model), DynamicCache(config=model.config)):
+        logits = []
+        for i, piece in enumerate(ids.split(8, dim=1)):
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=i % 3 == 1):
+                logits.append(step(model, piece, cache).float())
+        found.append(torch.cat(logits, dim=1))
+    assert torch.equal(*found)
+
+
 def test_rows_with_other_padding_may_be_rearranged() -> None:
     model, (ids, mask) = patched("lm_infinite"), padded((150, 99))
     cache, rows, found = ctxext.StreamingCache(model), torch.tensor([0, 1]), []

@@ -151,16 +151,16 @@ class Planner:
         past = _past(cache, given.get("cache_position"))
         valid = _valid(given.get("attention_mask"), batch, past, past + length, self.method)
         positions = given.get("position_ids")
+        if positions is not None and positions.shape[-1] != length:
+            raise UnsupportedModelError(
+                f"method {self.method}: position_ids has shape {tuple(positions.shape)}, but there are {length} tokens"
+            )
         # Before a cache evicts anything, so that what is refused has changed nothing.
         record = None if cache is None else self._record(cache, valid, batch, past)
         if isinstance(cache, StreamingCache):
             held = cache.begin(self.partition, past, length, valid)
         else:
             held = torch.arange(past + length, device="cpu")[None]
-        if positions is not None and positions.shape[-1] != length:
-            raise UnsupportedModelError(
-                f"method {self.method}: position_ids has shape {tuple(positions.shape)}, but there are {length} tokens"
-            )
         if valid is None and len(held) == 1 and (positions is None or _counts(positions, past)):
             if positions is None:
                 given["position_ids"] = torch.arange(past, past + length, device=inputs.device)[None]

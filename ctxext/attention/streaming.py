@@ -31,7 +31,7 @@ class _Columns:
     def append(self, held: Tensor, new: Tensor, room: int) -> Tensor:
         """``held`` and, behind it, ``new``; where that needs other memory, it is for ``room`` columns at least."""
         before, after = held.shape[2], held.shape[2] + new.shape[2]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or held.dtype != new.dtype:  # of two precisions, the result has the finer one
             return torch.cat((held, new), dim=2)
         whole = self._whole
         if whole is None or not self._goes_on(whole, held, new) or whole.shape[2] < after:
