@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 import attending
@@ -198,6 +200,35 @@ def test_regions_a_thousand_apart_are_merged_without_overflow() -> None:
         # A log-sum-exp around 1000 is rounded to 2^-14.
         assert tiny.difference(out, scores.softmax(-1) @ value.double()) < 1e-4
         assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_kernel_is_trusted_only_if_it_gives_plain_attentions_results(dtype: torch.dtype) -> None:
+    def in_powers_of_two(*call: Any) -> tuple[Tensor, Tensor]:
+        out, lse = kernels.CPU.forward(*call)
+        return out, lse / math.log(2)
+
+    def scaled_twice(*call: Any) -> tuple[Tensor, ...]:
+        query, *rest = kernels.CPU.backward(*call)
+        return query * 1.1, *rest
+
+    def agrees(forward: Any, backward: Any) -> bool:
+        return kernels._agrees_with_plain(forward, backward, "cpu", dtype, 64)
+
+    assert agrees(kernels.CPU.forward, kernels.CPU.backward)
+    assert not agrees(in_powers_of_two, kernels.PLAIN.backward)
+    assert not agrees(kernels.CPU.forward, scaled_twice)
+
+
+def test_kernels_get_a_log_sum_exp_that_is_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        assert all(lse.is_contiguous() for lse in call[5:6])
+        grads: tuple[Tensor, Tensor, Tensor] = kernels.CPU.backward(*call)
+        return grads
+
+    monkeypatch.setattr(kernels, "_kernel", lambda *_: kernels.Kernel(kernels.CPU.forward, backward))
+    leaves = [x.float().requires_grad_() for x in states((2, 4, 60, 8), (2, 2, 60, 8), (2, 2, 60, 8))]
+    engine.attend(*leaves, PARTITIONS["dca"].partition(SMALL).blocks(torch.arange(60), 0), 0.3).sum().backward()
 
 
 @pytest.mark.parametrize("name", PARTITIONS)

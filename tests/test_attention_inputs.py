@@ -49,6 +49,23 @@ def test_rows_of_a_batch_may_be_packed_differently_and_padded(setting: str) -> N
         assert tiny.difference(logits[i, start:end], alone(setting, "llama", ids[i, start:end])) < FORWARD
 
 
+def test_borders_of_packed_documents_must_be_those_of_the_positions() -> None:
+    model, ids = patched("dca"), tiny.tokens(sum(DOCUMENTS))
+    positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
+    borders = torch.tensor([0, *itertools.accumulate(DOCUMENTS)], dtype=torch.int32)
+    given = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 70, "max_length_k": 70}
+    expected = tiny.logits(model, ids, position_ids=positions, use_cache=False)
+    assert torch.equal(tiny.logits(model, ids, position_ids=positions, use_cache=False, **given), expected)
+    for others in ({}, {"position_ids": torch.arange(sum(DOCUMENTS))[None]}):
+        with pytest.raises(ctxext.UnsupportedModelError, match="cu_seq_lens_q: method dca tells packed documents"):
+            model(ids, use_cache=False, **given, **others)
+
+
+def test_reading_both_ways_is_refused() -> None:
+    with pytest.raises(ctxext.UnsupportedModelError, match="is_causal=False: method dca reads from left to right"):
+        patched("dca")(tiny.tokens(30), is_causal=False)
+
+
 @pytest.mark.parametrize("setting", MAIN)
 def test_packed_documents_with_a_cache_are_refused(setting: str) -> None:
     model, ids = patched(setting), tiny.tokens(100)

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
+from live import LiveBytes
+from packaging.version import Version
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import attending
+import ctxext
 import tiny
-from attending import MAIN, PARTITIONS, SMALL, dense_attention, gappy, module_rotated, padded, patched, states, step
+from attending import (
+    MAIN,
+    PARTITIONS,
+    SMALL,
+    cache_name,
+    dense_attention,
+    gappy,
+    module_rotated,
+    padded,
+    patched,
+    states,
+    step,
+)
 from ctxext.attention import engine
 from ctxext.rope import RopeSpec
 
@@ -138,6 +154,26 @@ def test_gradients_flow_through_a_cache(setting: str) -> None:
     assert_same_gradients({name: p.grad for name, p in model.named_parameters()}, wanted)
 
 
+@pytest.mark.parametrize("setting", MAIN)
+def test_a_cache_that_checkpointing_would_leave_out_is_refused(setting: str) -> None:
+    model, ids = patched(setting).train(), tiny.tokens(90)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        step(model, ids[:, :50], cache)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    with pytest.raises(ctxext.UnsupportedModelError, match="keys of 40 tokens where there are 90: Transformers leaves"):
+        step(model, ids[:, 50:], cache)
+    # An empty one is only left out, and without gradients a cache is used, and goes on.
+    expected = tiny.logits(patched(setting), ids)
+    assert tiny.difference(step(model, ids, DynamicCache()), expected) < 1e-4
+    if Version(version("transformers")) >= Version("5.20"):
+        with torch.no_grad():
+            first = model(ids[:, :50], use_cache=True)
+            logits = step(model, ids[:, 50:], getattr(first, cache_name(model), None) or first.past_key_values)
+        assert tiny.difference(logits, expected[:, 50:]) < 2e-4
+
+
 class Largest(TorchDispatchMode):
     """The most elements that a tensor held which an operation returned."""
 
@@ -149,6 +185,25 @@ class Largest(TorchDispatchMode):
             if isinstance(x, Tensor):
                 self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
         return result
+
+
+@pytest.mark.parametrize("name", ["dca", "dca_yarn", "ntk", "yarn", "self_extend", "leaky", "streaming"])
+def test_what_the_way_back_holds_at_once_grows_like_the_length(name: str) -> None:
+    method = PARTITIONS[name]
+    if name in ("ntk", "yarn"):
+        method = method.model_copy(update={"step": 25})  # many steps, each with rotated keys of its own
+    peaks = []
+    for length in (400, 1600):
+        shapes = (1, 4, length, 8), (1, 2, length, 8), (1, 2, length, 8)
+        leaves = [x.float().requires_grad_() for x in states(*shapes)]
+        blocks = method.partition(SMALL).blocks(torch.arange(length), 0)
+        parts = [(block.inv_freq, block.key_turn, block.gain, *(r.turn for r in block.regions)) for block in blocks]
+        held = [x for part in parts for x in part if x is not None]
+        out = engine.attend(*leaves, blocks, 0.3)
+        with LiveBytes([*leaves, out, *held]) as live:
+            out.backward(torch.ones_like(out))
+        peaks.append(live.peak)
+    assert peaks[1] < 1.2 * 4 * peaks[0]
 
 
 @pytest.mark.parametrize("name", ["dca", "dca_yarn", "ntk", "yarn", "self_extend", "leaky", "streaming"])

@@ -90,6 +90,10 @@ class Record:
         self.valid = valid
         self.keys: weakref.ref[Tensor] | None = None
 
+    def pads(self, past: int) -> bool:
+        """Whether there is padding in the first ``past`` columns of any row."""
+        return self.valid is not None and not bool(self.valid[:, :past].all())
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "keys": None}
 
@@ -103,6 +107,7 @@ class Plan:
         naive: use the dense reference.
         rows: disjoint in batch and queries; what they leave out is padding.
         shape: of the input ids, ``(B, T)``.
+        columns: of the key states, at least.
         cache: the key-value cache.
         record: what the cache is filled with after this pass.
         kept: rotated keys that still belong to what is in the cache, by layer and first row of the batch.
@@ -112,6 +117,7 @@ class Plan:
     naive: bool
     rows: list[Row]
     shape: tuple[int, int]
+    columns: int
     cache: Any = None
     record: Record | None = None
     kept: dict[tuple[int, int], RotatedKeys] = field(default_factory=dict)
@@ -156,7 +162,8 @@ class Planner:
                 f"method {self.method}: position_ids has shape {tuple(positions.shape)}, but there are {length} tokens"
             )
         # Before a cache evicts anything, so that what is refused has changed nothing.
-        record = None if cache is None else self._record(cache, valid, batch, past)
+        with_mask = given.get("attention_mask") is not None
+        record = None if cache is None else self._record(cache, valid, batch, past, with_mask=with_mask)
         if isinstance(cache, StreamingCache):
             held = cache.begin(self.partition, past, length, valid)
         else:
@@ -171,13 +178,13 @@ class Planner:
                 given, valid, positions, batch, held, length, inputs.device, cached=cache is not None
             )
         rows = [row._replace(blocks=moved(row.blocks, inputs.device)) for row in rows]
-        plan = Plan(self.partition, self.naive, rows, (batch, length), cache)
+        plan = Plan(self.partition, self.naive, rows, (batch, length), held.shape[1], cache)
         if cache is not None:
             plan.kept = _kept(cache)
             plan.record = record
         return plan
 
-    def _record(self, cache: Any, valid: Tensor | None, batch: int, past: int) -> Record:
+    def _record(self, cache: Any, valid: Tensor | None, batch: int, past: int, *, with_mask: bool) -> Record:
         """What the cache holds after this pass, once it is clear that it holds what this pass takes it for."""
         layers: Any = getattr(cache, "layers", ())
         before: Record | None = vars(layers[0]).get(_RECORD) if layers else None
@@ -186,7 +193,8 @@ class Planner:
                 f"method {self.method}: the cache holds {past} tokens that were not read under this patch, and their "
                 "keys mean something else here; start with an empty cache"
             )
-        if past and before is not None and not _same_padding(before, valid, batch, past, layers[0]):
+        forgotten = not with_mask and before is not None and before.pads(past)
+        if past and before is not None and (forgotten or not _same_padding(before, valid, batch, past, layers[0])):
             raise UnsupportedModelError(
                 f"method {self.method}: the attention_mask of the {past} cached tokens isn't the one that they were "
                 "read with, which gave them their positions; pass it again, with the new tokens' appended"
@@ -240,8 +248,7 @@ class Planner:
                 )
             if int(given_here.min()) < 0:
                 raise UnsupportedModelError(f"method {self.method}: position_ids of row {i} are negative")
-            starts = [0, *((given_here.diff() <= 0).nonzero()[:, 0] + 1).tolist(), len(queries)]
-            for start, end in itertools.pairwise(starts):
+            for start, end in itertools.pairwise([*_starts(given_here), len(queries)]):
                 part = _slice(queries[start:end])
                 rows.append(self._row(slice(i, i + 1), part, part, given_here[start:end], 0))
         return rows
@@ -256,6 +263,17 @@ class Planner:
                 f"output_attentions: method {self.method} never holds attention weights; patch with "
                 "attention='naive' to get them (memory grows with the square of the length)"
             )
+        if given.get("is_causal") is False:
+            raise UnsupportedModelError(f"is_causal=False: method {self.method} reads from left to right only")
+        positions = given.get("position_ids")
+        starts = [] if positions is None else _starts(positions.detach().cpu().flatten())
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            borders = given.get(name)
+            if borders is not None and sorted({*borders[:-1].tolist()}) != starts:
+                raise UnsupportedModelError(
+                    f"{name}: method {self.method} tells packed documents apart by position_ids that restart where a "
+                    "document begins; give position_ids that agree with it"
+                )
 
 
 def attention(
@@ -313,7 +331,12 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     cached, key, value = key, key.to(query.dtype), value.to(query.dtype)
-    if plan.record is not None and module.layer_idx == 0:
+    if key.shape[2] < plan.columns:
+        raise UnsupportedModelError(
+            f"the layers got the keys of {key.shape[2]} tokens where there are {plan.columns}: Transformers leaves the "
+            "cache out where gradient checkpointing trains, or an earlier pass broke off; start with an empty cache"
+        )
+    if plan.record is not None and module.layer_idx == 0 and plan.cache.layers:
         plan.record.keys = weakref.ref(cached)
         setattr(plan.cache.layers[0], _RECORD, plan.record)
     if plan.shape != (query.shape[0], query.shape[2]):
@@ -442,7 +465,7 @@ def _cache(decoder: Any, given: dict[str, Any]) -> Any:
     use_cache = given.get("use_cache")
     if not (decoder.config.use_cache if use_cache is None else use_cache):
         return None
-    if decoder.training and getattr(decoder, "gradient_checkpointing", False):
+    if decoder.training and getattr(decoder, "gradient_checkpointing", False) and torch.is_grad_enabled():
         return None  # Transformers goes without a cache then
     # Transformers renamed the argument during 5.x.
     name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
@@ -502,6 +525,11 @@ def _counts(positions: Tensor, past: int) -> bool:
     """Whether positions simply go on counting from the cache's length in every row."""
     counted = torch.arange(past, past + positions.shape[-1], device=positions.device)
     return bool((positions == counted).all())
+
+
+def _starts(positions: Tensor) -> list[int]:
+    """Where packed documents begin: at the first of positions ``[T]``, and wherever they don't go up."""
+    return [0, *((positions.diff() <= 0).nonzero()[:, 0] + 1).tolist()]
 
 
 def _slice(columns: Tensor) -> slice | Tensor:

@@ -63,7 +63,8 @@ def backward(
     """
     dim = query.shape[-1]
     kernel = _kernel(query.device.type, query.dtype, dim if dim == value.shape[-1] else 0)
-    return kernel.backward(grad, query, key, value, out, lse, scale, causal)
+    # CUDA's kernels read a log-sum-exp as if it were contiguous, whatever its strides, and a block's is a slice.
+    return kernel.backward(grad, query, key, value, out, lse.contiguous(), scale, causal)
 
 
 @functools.lru_cache
@@ -91,7 +92,8 @@ def _agrees_with_plain(forward: Forward, backward: Backward, device: str, dtype:
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 4, 70, dim), (1, 2, 70, dim), (1, 2, 70, dim), (1, 4, 70, dim))
     query, key, value, grad = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    scale, room = dim**-0.5, 64 * torch.finfo(dtype).eps
+    eps = torch.finfo(dtype).eps
+    scale, room, lse_room = dim**-0.5, max(4 * eps, 1e-5), max(eps, 1e-5)
     for causal in (True, False):
         plain_out, plain_lse = PLAIN.forward(query, key, value, scale, causal)
         expected = [plain_out, plain_lse]
@@ -101,9 +103,10 @@ def _agrees_with_plain(forward: Forward, backward: Backward, device: str, dtype:
             results = [out, lse, *backward(grad, query, key, value, out, lse, scale, causal)]
         except (RuntimeError, TypeError, AttributeError):
             return False
-        for result, reference in zip(results, expected, strict=True):
-            size = max(1.0, float(reference.abs().max()))
-            if not torch.allclose(result.float(), reference.float(), rtol=0, atol=room * size):
+        for i, (result, reference) in enumerate(zip(results, expected, strict=True)):
+            # The log-sum-exp is in fp32, whatever the dtype: what is rounded are the scores.
+            limit = lse_room if i == 1 else room * max(1.0, float(reference.abs().max()))
+            if not torch.allclose(result.float(), reference.float(), rtol=0, atol=limit):
                 return False
     return True
 

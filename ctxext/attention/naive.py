@@ -28,12 +28,12 @@ def attend(
     """
     wide = torch.float64 if query.device.type != "mps" else torch.float32  # which has no fp64
     groups = query.shape[1] // key.shape[1]
-    positions = positions.to(query.device)
+    positions = positions.cpu()  # where partitions work everything out, in fp64 if need be
     own = positions[-query.shape[2] :]
     bare_query = _unrotated(query.to(wide), own, partition)
     bare_key = _unrotated(key.to(wide), positions, partition).repeat_interleave(groups, dim=1)
 
-    relative = partition.relative_positions(own, positions).to(wide)
+    relative = partition.relative_positions(own, positions).to(wide).to(query.device)
     inv_freq, gain = (x.to(query.device, wide) for x in partition.frequencies_at(own))
     (q1, q2), (k1, k2) = bare_query.chunk(2, dim=-1), bare_key.chunk(2, dim=-1)
     scores = torch.zeros(*query.shape[:3], key.shape[2], dtype=wide, device=query.device)
@@ -42,7 +42,7 @@ def attend(
         qa, qb, ka, kb = q1[..., i, None], q2[..., i, None], k1[..., None, :, i], k2[..., None, :, i]
         scores = scores + angle.cos() * (qa * ka + qb * kb) + angle.sin() * (qa * kb - qb * ka)
     scores = scores * gain[:, None] * scale
-    scores = scores.masked_fill(~partition.attended(own, positions), -math.inf)
+    scores = scores.masked_fill(~partition.attended(own, positions).to(query.device), -math.inf)
     weights = scores.softmax(-1)
     out = weights @ value.to(wide).repeat_interleave(groups, dim=1)
     return out.to(query.dtype), weights.to(query.dtype)
@@ -50,7 +50,7 @@ def attend(
 
 def _unrotated(x: Tensor, positions: Tensor, partition: Partition) -> Tensor:
     """Undo what the rotary module has done, but for its attention factor."""
-    angles = (positions % partition.period)[:, None].to(x.dtype) * partition.inv_freq.to(x.device, x.dtype)
+    angles = (positions % partition.period)[:, None].to(x.device, x.dtype) * partition.inv_freq.to(x.device, x.dtype)
     cos, sin = angles.cos(), angles.sin()
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
