@@ -122,6 +122,7 @@ class _AdapterGuard:
     def __init__(self, method: Method | Mapping[str, Any]) -> None:
         self._method = method
         self._watched: list[tuple[Any, Any, Any]] = []
+        self._lock, self._over = threading.Lock(), False
 
     def install(self) -> None:
         """Watch, from the first model on: PEFT can't be imported while it imports Transformers itself."""
@@ -131,18 +132,23 @@ class _AdapterGuard:
         from transformers.integrations.peft import PeftAdapterMixin
 
         owners: tuple[Any, ...] = (PeftModel, PeftAdapterMixin)
-        for owner in owners:
-            original = vars(owner)["load_adapter"]
-            replacement = self._checked(original)
-            owner.load_adapter = replacement
-            self._watched.append((owner, original, replacement))
+        with self._lock:  # other threads load models too, or have left the block while PEFT was imported
+            if self._watched or self._over:
+                return
+            for owner in owners:
+                original = vars(owner)["load_adapter"]
+                replacement = self._checked(original)
+                owner.load_adapter = replacement
+                self._watched.append((owner, original, replacement))
 
     def remove(self) -> None:
         """Put the originals back, where nothing else has taken their place."""
-        for owner, original, replacement in self._watched:
-            if vars(owner)["load_adapter"] is replacement:
-                owner.load_adapter = original
-        self._watched.clear()
+        with self._lock:
+            self._over = True
+            for owner, original, replacement in self._watched:
+                if vars(owner)["load_adapter"] is replacement:
+                    owner.load_adapter = original
+            self._watched.clear()
 
     def _checked(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -28,6 +28,8 @@ from ctxext.processes import is_main_process, wait_for_everyone
 
 LOG, PROGRESS, WEIGHTS = "log.jsonl", "progress.json", "trained.safetensors"
 RESULTS = ("model", "adapter")
+PICTURE, TRACKED = "training.png", "ctxext"
+"""The log as a picture, and the folder that trackers write to."""
 _UNFINISHED = (".*.tmp", ".*.old")
 """What a killed process may leave of a folder that it was about to write (here, and in files.py)."""
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -46,7 +48,13 @@ class Checkpoints:
         self._claim: RunFolder | None = None
         if is_main_process():
             self._claim = RunFolder(
-                folder, resume=resume, overwrite=overwrite, begun=_begun, clear=_clear, unfinished=_UNFINISHED
+                folder,
+                "fine-tune",
+                resume=resume,
+                overwrite=overwrite,
+                begun=_begun,
+                clear=_clear,
+                unfinished=_UNFINISHED,
             )
 
     def begin(self, settings: Mapping[str, Any]) -> None:
@@ -60,11 +68,6 @@ class Checkpoints:
         """Let go of the folder."""
         if self._claim is not None:
             self._claim.close()
-
-    @property
-    def finished(self) -> bool:
-        """Whether the result is there."""
-        return any((self.folder / name).is_dir() for name in RESULTS)
 
     def last(self) -> Path | None:
         """The last checkpoint."""
@@ -208,7 +211,8 @@ def _begun(folder: Path) -> bool:
 def _clear(folder: Path) -> None:
     """Remove what fine-tunes write, and nothing else; the settings last, without which the folder isn't a run's."""
     _remove_unfinished(folder)
-    for path in (*_steps(folder).values(), *(folder / name for name in RESULTS), folder / LOG, folder / SETTINGS):
+    written = (*RESULTS, PICTURE, TRACKED, LOG, SETTINGS)
+    for path in (*_steps(folder).values(), *(folder / name for name in written)):
         _remove(path)
 
 

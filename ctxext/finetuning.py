@@ -19,7 +19,7 @@ from ctxext.errors import ConfigError
 from ctxext.evaluation.perplexity import check_arguments
 from ctxext.evaluation.results import tokenizer_fingerprint, versions, weights_fingerprint
 from ctxext.evaluation.runs import Run
-from ctxext.evaluation.tasks import perplexity_arguments, prepare, section_documents
+from ctxext.evaluation.tasks import perplexity_arguments, prepare, section_documents, shown
 from ctxext.export import model_card, write_checkpoint
 from ctxext.inspection import inspect
 from ctxext.models import model_id
@@ -79,10 +79,8 @@ def finetune(
     if prepared is not None:
         held_out = list(_held_out(configuration, tokenizer))
         everything, read = read, lambda: without_overlap(everything(), held_out)
-    run_settings = _run_settings(configuration, model, tokenizer)
+    run_settings = _run_settings(configuration, model, tokenizer, evaluates=prepared is not None)
     try:
-        if not dry_run:
-            checkpoints.begin(run_settings)
         with own_state():
             sharded = False
 
@@ -108,6 +106,7 @@ def finetune(
             if announce is not None:
                 announce(plan)
             if not dry_run:
+                checkpoints.begin(run_settings)  # not before all is checked: it may throw a run away
                 job.run(report)
                 _write_result(job, configuration, tokenizer, result, plan, command)
             job.accelerator.end_training()  # closes trackers and the group of processes
@@ -141,7 +140,9 @@ def _held_out(configuration: Config, tokenizer: PreTrainedTokenizerBase) -> Iter
             return
 
 
-def _run_settings(configuration: Config, model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _run_settings(
+    configuration: Config, model: Any, tokenizer: PreTrainedTokenizerBase, *, evaluates: bool
+) -> dict[str, Any]:
     """All that decides what comes of the run."""
     settings, source = configuration.finetune, configuration.model
     assert source is not None  # checked before
@@ -156,6 +157,7 @@ def _run_settings(configuration: Config, model: Any, tokenizer: PreTrainedTokeni
             **{key: value for key, value in settings.model_dump(mode="json").items() if key not in free},
             "dataset": dataset_id(settings.dataset, revision=settings.dataset_revision),
         },
+        "perplexity": shown(configuration.resolved("perplexity"))["perplexity"] if evaluates else None,
         "processes": process_count(),
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "weights": weights_fingerprint(model),

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,15 @@ class FolderError(ConfigError):
 
 
 class RunFolder:
-    """A folder that holds one run, written by one process at a time.
+    """A folder that holds one run of one kind, written by one process at a time.
 
-    ``run.json`` holds the settings that decide what the run gives: a run with others can't be continued.
+    ``run.json`` holds the kind, and the settings that decide what the run gives: a run with others can't be continued.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
+        kind: str,
         *,
         resume: bool,
         overwrite: bool,
@@ -41,6 +43,7 @@ class RunFolder:
 
         Args:
             path: made if it isn't there.
+            kind: of run: an evaluation, a fine-tune or a search.
             resume: go on with the run that is there.
             overwrite: throw it away.
             begun: whether anything would be lost with the run in the folder.
@@ -48,9 +51,10 @@ class RunFolder:
             unfinished: patterns of files that a killed process may have left, which don't count.
 
         Raises:
-            FolderError: the folder can't be written, holds other files, or a run (without ``resume``).
+            FolderError: the folder can't be written, holds other files, a run of another kind, or a run (without
+                ``resume``).
         """
-        self.path = Path(path)
+        self.path, self._kind = Path(path), kind
         self._overwrite, self._begun, self._clear = overwrite, begun, clear
         self._lock: FileLock | None = None
         if resume and overwrite:
@@ -68,6 +72,12 @@ class RunFolder:
             raise FolderError(
                 f"--output {path}: holds other files ({names[0]}, ...): give an empty folder or a new name"
             )
+        there = kind
+        if SETTINGS in names:
+            with suppress(ConfigError):  # a file that can't be read is told of where it is needed
+                there = read_json(self.path / SETTINGS).get("kind", kind)
+        if there != kind:
+            raise FolderError(f"--output {path}: holds a run of another kind ({there}): give another folder")
         if not resume and not overwrite and begun(self.path):
             raise FolderError(f"--output {path}: holds a run: go on with --resume, or start again with --overwrite")
 
@@ -85,7 +95,7 @@ class RunFolder:
             raise FolderError(f"--output {self.path}: another process is at work on this run") from None
         if self._overwrite or not self._begun(self.path):
             self._clear(self.path)
-        settings = plain(settings)
+        settings = {"kind": self._kind, **plain(settings)}
         file = self.path / SETTINGS
         if not file.exists():
             write_json(settings, file)

@@ -254,10 +254,12 @@ def _explained(name: str) -> Iterator[None]:
         raise ModelLoadError(f"can't load {name!r}: {explain(error)}") from error
 
 
-def read_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+def read_config(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False, base: str | None = None
+) -> PreTrainedConfig:
     """The config of a checkpoint, named as for :func:`load_model`, without weights or tokenizer.
 
-    Of an adapter it is that of its base model.
+    Of an adapter it is that of its base model, which ``base`` names if it is no longer where the adapter says.
 
     Raises:
         ModelLoadError: it can't be found or read.
@@ -268,7 +270,7 @@ def read_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         from ctxext.adapters import read_record
 
         record = read_record(path)
-        return read_config(record.base, revision=record.revision, trust_remote_code=trust_remote_code)
+        return read_config(base or record.base, revision=record.revision, trust_remote_code=trust_remote_code)
     with _explained(name):
         if path is not None and path.is_file():
             return _gguf_config(path)

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
 from torch import Tensor, nn
 
 from ctxext.blocks import Block, Blocks, Packing
-from ctxext.checkpoints import SHARDED, Checkpoints
+from ctxext.checkpoints import SHARDED, TRACKED, Checkpoints
 from ctxext.config import FinetuneSection
 from ctxext.data import Document
 from ctxext.errors import ConfigError, CtxextError
@@ -156,6 +156,11 @@ class Finetune:
         packing = Packing(self.length, settings.pack, settings.positions, self.target, settings.seed)
         self._read, self._tokenizer, self._packing = read, tokenizer, packing
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if not parameters:
+            raise ConfigError(
+                "nothing to train: all weights are frozen, as those of an adapter are; merge it first (ctxext export), "
+                "or train another on its base model (section finetune.lora)"
+            )
         # Norms and biases are not pulled towards zero.
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -244,7 +249,7 @@ class Finetune:
             )
         self.blocks = Blocks(self._read, self._tokenizer, self._packing, progress.get("place"))
         if self.settings.trackers:
-            self.accelerator.init_trackers("ctxext")
+            self.accelerator.init_trackers(TRACKED)
 
     def _train_step(self, report: Report) -> None:
         started = time.perf_counter()
@@ -413,7 +418,8 @@ def _accelerator(settings: FinetuneSection, folder: Path) -> Accelerator:
         accelerator = Accelerator(
             cpu=only_cpus(),
             mixed_precision="bf16" if settings.precision == "bf16" else "no",
-            gradient_accumulation_steps=settings.gradient_accumulation_steps,
+            # As a plugin, because the environment goes before the plain argument.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=settings.gradient_accumulation_steps),
             log_with=list(settings.trackers) or None,
             project_dir=str(folder) if settings.trackers else None,
         )
@@ -427,6 +433,12 @@ def _accelerator(settings: FinetuneSection, folder: Path) -> Accelerator:
             "context, sequence and tensor parallelism are not supported: the loss and the positions of each block are "
             "computed where the whole block is; spread the weights with FSDP instead (configs/accelerate/fsdp2.yaml)"
         )
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None and settings.precision == "bf16" and getattr(fsdp, "fsdp_version", 1) == 2:
+        # By default gradients would be summed, and the summed loss returned, in bf16 too.
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        fsdp.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if plugin is not None:  # which counts and clips by itself
         plugin.deepspeed_config |= {

@@ -67,3 +67,8 @@ def train(
 
 def losses(log: list[dict[str, Any]]) -> list[float]:
     return [entry["loss"] for entry in log if "loss" in entry]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """All files of a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

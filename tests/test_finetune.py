@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from accelerate import DistributedType
-from finetunes import SETTINGS, TEXTS, losses
+from finetunes import SETTINGS, TEXTS, contents, losses
 from transformers import AutoModelForCausalLM
 
 import ctxext
@@ -162,9 +162,9 @@ def test_a_dry_run_writes_nothing(run: Run, config: Path, tmp_path: Path) -> Non
 
 def test_a_dry_run_removes_nothing(run: Run, config: Path, tmp_path: Path) -> None:
     run("finetune", "-c", config, "-o", tmp_path / "run")
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    before = contents(tmp_path / "run")
     assert run("finetune", "-c", config, "-o", tmp_path / "run", "--dry-run", "--overwrite").status == 0
-    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert before == contents(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -227,9 +227,55 @@ def test_training_on_what_is_evaluated_is_an_error(run: Run, config: Path, tmp_p
     assert "'both.jsonl:13' is a document of the training data and of the evaluation data" in ran.err
 
 
+def test_overwriting_waits_until_all_is_checked(run: Run, config: Path, tmp_path: Path) -> None:
+    run("finetune", "-c", config, "-o", tmp_path / "run")
+    before = contents(tmp_path / "run")
+    for change in ("finetune.sequence_length=99999", "finetune.lora={target_modules: [nothing]}"):
+        ran = run("finetune", "-c", config, "-o", tmp_path / "run", "--overwrite", "-s", change)
+        assert ran.status == 2
+        assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite"], ["--resume"]], ids=["", "overwrite", "resume"])
+def test_folders_of_other_kinds_of_run_are_left_as_they_were(
+    run: Run, config: Path, tmp_path: Path, more: list[str]
+) -> None:
+    run("finetune", "-c", config, "-o", tmp_path / "trained")
+    evaluate = ("eval", "perplexity", "-c", config)
+    assert run(*evaluate, "-o", tmp_path / "measured").status == 0
+    before = contents(tmp_path / "trained"), contents(tmp_path / "measured")
+    ran = run(*evaluate, "-o", tmp_path / "trained", *more)
+    assert (ran.status, "holds a run of another kind (fine-tune)" in ran.err) == (2, True), ran.err
+    ran = run("finetune", "-c", config, "-o", tmp_path / "measured", *more)
+    assert (ran.status, "holds a run of another kind (evaluation)" in ran.err) == (2, True), ran.err
+    assert (contents(tmp_path / "trained"), contents(tmp_path / "measured")) == before
+
+
+def test_a_run_goes_on_with_the_evaluation_that_it_began_with(run: Run, config: Path, tmp_path: Path) -> None:
+    run("finetune", "-c", config, "-o", tmp_path / "run")
+    more = ["--resume", "-s", "finetune.steps=8", "-s", "perplexity.length=[64]"]
+    ran = run("finetune", "-c", config, "-o", tmp_path / "run", *more)
+    assert (ran.status, "holds a run with perplexity.length [64, 256], this one has [64]" in ran.err) == (2, True)
+
+
+def test_the_environment_does_not_change_how_many_batches_make_a_step(
+    run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("finetune", "-c", config, "-o", tmp_path / "one")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    run("finetune", "-c", config, "-o", tmp_path / "other")
+    assert losses(read_log(tmp_path / "one")) == losses(read_log(tmp_path / "other"))
+
+
+def test_an_adapter_whose_weights_are_frozen_is_refused(run: Run, config: Path, tmp_path: Path) -> None:
+    run("finetune", "-c", config, "-o", tmp_path / "first", "-s", "finetune.lora={rank: 2}")
+    ran = run("finetune", "-c", config, "-m", tmp_path / "first" / "adapter", "-o", tmp_path / "second")
+    assert (ran.status, "nothing to train: all weights are frozen" in ran.err) == (2, True), ran.err
+
+
 def test_the_folder_of_another_run_is_left_as_it_was(run: Run, config: Path, tmp_path: Path) -> None:
     run("finetune", "-c", config, "-o", tmp_path / "run")
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    before = contents(tmp_path / "run")
     for arguments, message in (
         ([], "holds a run: go on with --resume, or start again with --overwrite"),
         (["--resume", "-s", "finetune.learning_rate=1"], "holds a run with finetune.learning_rate 0.001, this one has"),
@@ -237,7 +283,7 @@ def test_the_folder_of_another_run_is_left_as_it_was(run: Run, config: Path, tmp
     ):
         ran = run("finetune", "-c", config, "-o", tmp_path / "run", *arguments)
         assert (ran.status, message in ran.err) == (2, True)
-    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert before == contents(tmp_path / "run")
 
 
 def launch(arguments: list[object], environment: dict[str, str] | None = None) -> subprocess.Popen[str]:

@@ -119,7 +119,7 @@ def _progress(steps: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
         def report(entry: Mapping[str, Any]) -> None:
             bar.start_task(task)
             if "evaluation" in entry:
-                rows = ", ".join(f"{row['perplexity']:.2f} to {row['length']:,}" for row in entry["evaluation"])
+                rows = ", ".join(map(_perplexity, entry["evaluation"]))
                 bar.console.print(f"step {entry['step']}: perplexity {rows}", highlight=False)
                 return
             memory = entry["memory_bytes"]
@@ -133,15 +133,20 @@ def _progress(steps: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
         yield report
 
 
+def _perplexity(row: Mapping[str, Any]) -> str:
+    value = row["perplexity"]
+    return f"{'overflow' if value is None else f'{value:.2f}'} to {row['length']:,}"
+
+
 def _pictures(output: Path) -> list[str]:
     """Draw the log where matplotlib is there; lines to print."""
     import importlib.util
 
-    from ctxext.checkpoints import read_log
+    from ctxext.checkpoints import PICTURE, read_log
 
     if importlib.util.find_spec("matplotlib") is None:
         return ['no picture without matplotlib: pip install "ctxext[plot]"']
     from ctxext.plotting import plot_training
 
-    plot_training(read_log(output), output / "training.png")
-    return [f"wrote {output / 'training.png'}"]
+    plot_training(read_log(output), output / PICTURE)
+    return [f"wrote {output / PICTURE}"]

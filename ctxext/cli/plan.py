@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,9 +44,11 @@ def plan(
     assert section is not None  # configure() has checked
     if method is not None and configuration.method is not None:
         raise ConfigError("--method and the file's section method: give one of them (-s method=null drops the file's)")
+    if memory is not None and not 0 < memory < math.inf:
+        raise ConfigError(f"--memory {memory:g}: give gigabytes, more than 0")
     found = make_plan(
         model_id(section.name),
-        read_config(section.name, revision=section.revision),
+        read_config(section.name, revision=section.revision, base=section.base),
         target,
         method or configuration.method,
         dtype=section.dtype,
