@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -307,6 +308,18 @@ class Config:
             section = getattr(self, name)
             values[name] = None if section is None else section.model_dump(mode="json", exclude_none=name == "method")
         return values
+
+    def limited(self, most: int) -> Config:
+        """The same evaluations on at most ``most`` documents, and prompts of each cell and control."""
+        sections = {}
+        for name in ("perplexity", "positions", "passkey", "ruler", "longppl"):
+            section = getattr(self, name)
+            counts = {
+                key: getattr(section, key) for key in ("max_documents", "trials", "controls") if hasattr(section, key)
+            }
+            less = {key: most if count is None else min(most, count) for key, count in counts.items()}
+            sections[name] = section.model_copy(update=less)
+        return dataclasses.replace(self, **sections)
 
 
 def load_config(

@@ -18,6 +18,9 @@ import yaml
 
 from ctxext.errors import ConfigError
 from ctxext.evaluation.artefacts import command
+from ctxext.evaluation.compare import CHANGES
+from ctxext.evaluation.longppl import FEW_DOCUMENTS
+from ctxext.evaluation.passkey import CONTROL_LENGTH
 from ctxext.evaluation.runs import read_run
 
 FORMATS = ("md", "csv", "json", "html")
@@ -71,7 +74,7 @@ def markdown_table(content: Mapping[str, Any]) -> str:
     if content["task"] == "search":
         return search_tables(content)
     header, rows = _run_cells(content)
-    return _markdown(header, rows)
+    return _markdown(header, rows) + "".join(f"\n{note}\n" for note in run_notes(content))
 
 
 def search_tables(record: Mapping[str, Any]) -> str:
@@ -82,6 +85,91 @@ def search_tables(record: Mapping[str, Any]) -> str:
         documents = record["counts"]["held_out_documents"]
         text += f"\n{_markdown(*held_out_cells(summary))}\n{intervals_mean(documents)}\n"
     return f"{text}\n{_markdown(*trial_cells(record['rows']))}"
+
+
+def protocol_name(protocol: Mapping[str, Any]) -> str:
+    """Name and version of a protocol."""
+    version = str(protocol["version"])
+    return version if version.startswith(protocol["name"]) else f"{protocol['name']} v{version}"
+
+
+def run_notes(record: Mapping[str, Any]) -> list[str]:
+    """How the rows of a run were measured, how many parts failed, and what follows from the rows, in sentences."""
+    notes = [_how(record["task"], record["protocol"], record.get("dataset"))]
+    if errors := record["counts"].get("errors"):
+        notes.append(f"{errors} of {record['counts']['samples']} prompts failed, and count as wrong.")
+    return notes + conclusions(record)
+
+
+def _how(task: str, protocol: Mapping[str, Any], dataset: Mapping[str, Any] | None) -> str:
+    """Protocol and text, and what an interval can't say."""
+    note = f"{task}: {protocol_name(protocol)}"
+    if dataset is not None:
+        documents = len(dataset["document_ids"])
+        note += f", {documents} document{'s' if documents != 1 else ''} of {dataset['id']}"
+        if documents == 1:
+            note += "; one document says nothing about others, so there are no intervals"
+        elif documents < FEW_DOCUMENTS:
+            note += ": few, so that the intervals are wide and rough"
+    if task == "passkey":
+        note += f", keys at {len(protocol['depths'])} depths, {protocol['trials']} at each"
+        if protocol["trials"] > 1:
+            note += "; what pools depths counts them and not keys, because keys at one depth are found or lost together"
+    return note + "."
+
+
+def conclusions(record: Mapping[str, Any]) -> list[str]:
+    """What the summary of a result says, in sentences."""
+    summary, lines = record.get("summary") or {}, []
+    if record["task"] == "positions" and "plateau" in summary:
+        onset, gain = summary["onset"], summary["gain"]
+        if onset is None:
+            lines.append(f"reads all {summary['longest']:,} positions that were measured without failing")
+        else:
+            lines.append(f"fails from position {onset:,} on (trained length {summary['trained']:,})")
+        low, high = summary["gain_ci95"] or (gain, gain)
+        lines.append(f"context beyond the trained length gains {gain:.3f} nats a token ({low:.3f} to {high:.3f})")
+    if record["task"] == "longppl":
+        [row] = record["rows"]
+        if row["insufficient"]:
+            lines.append("insufficient: too few key tokens or documents for a conclusion (500 and 10 are wanted)")
+        if row["keys"] == "self":
+            lines.append("keys found with this very model: not comparable with other checkpoints on keys of their own")
+    if record["task"] == "passkey":
+        lines += _passkey_conclusions(summary)
+    if record["task"] == "search":
+        lines += _search_conclusions(record)
+    if record["task"] == "ruler" and "effective_length" in summary:
+        effective, threshold = summary["effective_length"], summary["threshold"]
+        reached = "no length" if effective is None else f"up to {effective:,} tokens"
+        lines.append(f"mean score of at least {threshold:.1%}: {reached}")
+    return lines
+
+
+def _passkey_conclusions(summary: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if summary.get("controls"):
+        short, empty = summary["controls"]["short"], summary["controls"]["no_needle"]
+        lines.append(
+            f"controls: {short['correct']} of {short['trials']} in {CONTROL_LENGTH:,} tokens, "
+            f"{empty['correct']} of {empty['trials']} without the key"
+        )
+    if summary.get("floor"):
+        lines.append("task floor: the model can't do this task even in short prompts, so that the grid says little")
+    if summary.get("agreement") is not None and summary["agreement"] < 0.99:
+        lines.append(f"forced and generated answers agree in {summary['agreement']:.0%} of the prompts only")
+    return lines
+
+
+def _search_conclusions(record: Mapping[str, Any]) -> list[str]:
+    summary, lines = record["summary"], []
+    if summary["differences"]:
+        (first, *names), rows = held_out_cells(summary)
+        for against, *cells in rows:
+            found = ", ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True))
+            lines.append(f"held out, {first} {against}: {found}")
+        lines.append(intervals_mean(record["counts"]["held_out_documents"]))
+    return [*lines, summary["verdict"]]
 
 
 def held_out_cells(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -124,12 +212,26 @@ def trial_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list
 def comparison_table(compared: Mapping[str, Any]) -> str:
     """One line for each method: perplexity by length, what short text costs, what is found, with 95 % intervals."""
     header, rows = _compared_cells(compared)
-    notes = "".join(
-        f"\n{entry['label']}, {task}: {reason}\n"
+    notes = [f"{label}, {task}: {reason}" for label, task, reason in _reasons(compared)] + _asked(compared)
+    return _markdown(header, rows) + "".join(f"\n{note}\n" for note in notes)
+
+
+def _reasons(compared: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Label, task and reason of what couldn't be measured, or failed in part."""
+    return [
+        (entry["label"], task, reason)
         for entry in compared["entries"]
-        for task, reason in entry["reasons"].items()
-    )
-    return _markdown(header, rows) + notes
+        for task, reason in [*entry["reasons"].items(), *entry.get("failures", {}).items()]
+    ]
+
+
+def _asked(compared: Mapping[str, Any]) -> list[str]:
+    """What the columns are of, in sentences."""
+    tasks = compared.get("tasks", {})
+    notes = [_how(task, asked["protocol"], asked["dataset"]) for task, asked in tasks.items()]
+    if notes and not {"perplexity", "positions"} & set(tasks):
+        notes.append("What short texts cost wasn't measured: that takes the task perplexity.")
+    return notes
 
 
 def html_report(folders: Sequence[Path]) -> str:
@@ -151,11 +253,8 @@ def html_report(folders: Sequence[Path]) -> str:
                 "header": header,
                 "rows": rows,
                 "pictures": _pictures(content),
-                "reasons": [
-                    (entry["label"], task, reason)
-                    for entry in content.get("entries", [])
-                    for task, reason in entry["reasons"].items()
-                ],
+                "reasons": _reasons(content) if compared else [],
+                "notes": _asked(content) if compared else run_notes(content),
                 "provenance": content["provenance"],
                 "configuration": yaml.safe_dump(_without_nulls(content["configuration"]), sort_keys=False),
                 "command": f"{command('compare' if compared else content['task'])} --config config.yaml",
@@ -196,14 +295,30 @@ def _compared_cells(compared: Mapping[str, Any]) -> tuple[list[str], list[list[s
         columns.append(
             (name, lambda entry: _change(entry.get("short"), compared["noise_floor_nll"], plain=entry is entries[0]))
         )
-    for size in _sizes(entries, "passkey", "by_length"):
-        columns.append((f"passkeys in {size:,}", lambda entry, size=size: _found(entry, size)))
-    if any(entry.get("found") for entry in entries):
-        columns.append(("passkeys against plain", lambda entry: _share(entry.get("found"), plain=entry is entries[0])))
-    for size in _sizes(entries, "ruler", "by_length"):
-        columns.append((f"RULER tasks in {size:,}", lambda entry, size=size: _score(entry, size)))
+    for task, title, cell in (("passkey", "passkeys", _found), ("ruler", "RULER tasks", _score)):
+        for size in _sizes(entries, task, "by_length"):
+            columns.append((f"{title} in {size:,}", lambda entry, size=size, cell=cell: cell(entry, size)))
+            key = f"{task}_change"
+            if any(_change_at(entry, key, size) for entry in entries):
+                columns.append(
+                    (
+                        "right answers more than plain",
+                        lambda entry, key=key, size=size: _share(
+                            _change_at(entry, key, size), plain=entry is entries[0]
+                        ),
+                    )
+                )
     for size in _sizes(entries, "longppl", "rows"):
         columns.append((f"LongPPL in {size:,}", lambda entry, size=size: _longppl(entry, size)))
+    if any(entry.get("longppl_change") for entry in entries):
+        columns.append(
+            (
+                "change of loss on key tokens",
+                lambda entry: _change(
+                    entry.get("longppl_change"), compared["noise_floor_nll"], plain=entry is entries[0]
+                ),
+            )
+        )
     if any("positions" in entry for entry in entries):
         columns.append(("reads up to", _reads))
     return [name for name, _ in columns], [[cell(entry) for _, cell in columns] for entry in entries]
@@ -228,12 +343,11 @@ def _perplexity(entry: Mapping[str, Any], size: int) -> str:
 def _change(difference: Mapping[str, Any] | None, noise: float, *, plain: bool) -> str:
     if plain or difference is None:
         return "" if plain else "-"
-    if abs(difference["difference"]) < noise:
-        return "≈ 0"
-    value = f"{difference['difference']:+.4f}"
-    if difference["ci95"] is None:
+    low, high = difference["ci95"] or [difference["difference"]] * 2
+    same = abs(difference["difference"]) < noise
+    value = "≈ 0" if same else f"{difference['difference']:+.4f}"
+    if difference["ci95"] is None or (same and max(abs(low), abs(high)) < noise):
         return value
-    low, high = difference["ci95"]
     return f"{value} ({low:+.4f} to {high:+.4f}){_p(difference)}"
 
 
@@ -241,9 +355,19 @@ def _found(entry: Mapping[str, Any], size: int) -> str:
     row = _row(entry, "passkey", "by_length", size)
     if row is None:
         return "-"
+    if row["errors"] == row["trials"]:
+        return "failed"
     low, high = row["wilson95"]
     floor = ", task floor" if entry["passkey"].get("summary", {}).get("floor") else ""
-    return f"{row['correct']} of {row['trials']} ({low:.0%} to {high:.0%}){floor}"
+    return f"{row['correct']} of {row['trials']} ({low:.0%} to {high:.0%}){_failed(row)}{floor}"
+
+
+def _failed(row: Mapping[str, Any]) -> str:
+    return f", {row['errors']} failed" if row["errors"] else ""
+
+
+def _change_at(entry: Mapping[str, Any], key: str, size: int) -> Mapping[str, Any] | None:
+    return next((change for change in entry.get(key) or () if change["length"] == size), None)
 
 
 def _share(difference: Mapping[str, Any] | None, *, plain: bool) -> str:
@@ -264,8 +388,10 @@ def _score(entry: Mapping[str, Any], size: int) -> str:
     row = _row(entry, "ruler", "by_length", size)
     if row is None:
         return "-"
+    if row["errors"] == row["trials"]:
+        return "failed"
     low, high = row["wilson95"]
-    return f"{row['score']:.0%} ({low:.0%} to {high:.0%})"
+    return f"{row['score']:.0%} ({low:.0%} to {high:.0%}){_failed(row)}"
 
 
 def _longppl(entry: Mapping[str, Any], size: int) -> str:
@@ -273,7 +399,7 @@ def _longppl(entry: Mapping[str, Any], size: int) -> str:
     if row is None or row["perplexity"] is None:
         return "-"
     interval = "" if row["ci95"] is None else f" ({' to '.join(map(_number, row['ci95']))})"
-    return f"{_number(row['perplexity'])}{interval}"
+    return f"{_number(row['perplexity'])}{interval}{', insufficient' if row['insufficient'] else ''}"
 
 
 def _reads(entry: Mapping[str, Any]) -> str:
@@ -293,8 +419,9 @@ def _number(value: float | None) -> str:
 def _run_cells(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The rows of a run, with the columns that all have."""
     rows = record["rows"]
-    columns = [key for key in rows[0] if all(_is_plain(row.get(key)) for row in rows)]
-    return columns, [[_cell(row[key]) for key in columns] for row in rows]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    columns = [key for key in keys if all(_is_plain(row.get(key)) for row in rows)]
+    return columns, [[_cell(row.get(key)) for key in columns] for row in rows]
 
 
 def _is_plain(value: Any) -> bool:
@@ -335,6 +462,12 @@ def _figures(content: Mapping[str, Any]) -> Iterator[list[Any]]:
             for task in ("perplexity", "positions", "longppl", "passkey", "ruler"):
                 for row in entry.get(task, {}).get("rows", []):
                     yield from _row_figures(model, entry["label"], task, row)
+            for name in CHANGES:
+                changes = entry.get(name)
+                for change in changes if isinstance(changes, list) else [changes] if changes else []:
+                    yield from _row_figures(model, entry["label"], name, change)
+        for label, task, reason in _reasons(content):
+            yield [model, label, task, None, None, "reason", reason]
     else:
         method = content["method"]["name"] if content["method"] else "plain"
         for row in content["rows"]:

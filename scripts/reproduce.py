@@ -86,7 +86,7 @@ def main(
         for row in _best(output, 4):
             long = row._replace(name=f"{row.name}-32k", options=row.options + row.long)
             extra = ("--max-documents", "1", "--dataset", DATASET)
-            _measure(long, "perplexity", dtype, output, _lengths((LENGTH, LONG)), *extra)
+            _measure(long, "perplexity", dtype, output, _lengths((LONG,)), *extra)
     if not skip_passkey:
         depths = tuple(itertools.chain(*(("--depth", str(depth)) for depth in DEPTHS)))
         for row, length in itertools.product(chosen, passkey_length or [PASSKEY]):

@@ -15,7 +15,9 @@ import torch
 import ctxext
 import tiny
 from command_line import Run
+from ctxext.aliases import ALIASES
 from ctxext.cli import info
+from ctxext.config import load_config
 from ctxext.evaluation import answering
 from ctxext.methods import METHODS
 
@@ -127,10 +129,36 @@ def test_a_hub_data_set_is_read_at_its_revision_and_the_result_names_it(
     monkeypatch.setattr("ctxext.data.load_dataset", stand_in)
     arguments = ("eval", "perplexity", "-m", folder, "--length", 64, "--json")
     named = json.loads(run(*arguments, "--dataset", "pg19", "--dataset-revision", "v1").out)
-    assert named["dataset"]["id"] == named["configuration"]["perplexity"]["dataset"] == "pg19 (emozilla/pg19@v1)"
+    assert named["dataset"]["id"] == "pg19 (emozilla/pg19@v1)"
+    # What the configuration says can be given again.
+    given = named["configuration"]["perplexity"]
+    assert (given["dataset"], given["dataset_revision"]) == ("pg19", "v1")
+    pinned = json.loads(run(*arguments, "--dataset", "pg19").out)["configuration"]["perplexity"]
+    assert pinned["dataset_revision"] == ALIASES["pg19"].revision
     other = json.loads(run(*arguments, "--dataset", "owner/name", "-s", "perplexity.dataset_revision=v2").out)
     assert other["dataset"]["id"] == "owner/name@v2"
-    assert asked == [(("emozilla/pg19",), None, "v1"), (("owner/name",), None, "v2")]
+    assert other["configuration"]["perplexity"]["dataset"] == "owner/name"
+    revisions = ["v1", ALIASES["pg19"].revision, "v2"]
+    assert [revision for _, _, revision in asked] == revisions
+
+
+def test_a_limit_lowers_and_never_raises() -> None:
+    config = load_config(settings=["passkey.trials=2", "passkey.controls=0", "perplexity.max_documents=9"])
+    limited = config.limited(5)
+    assert (limited.passkey.trials, limited.passkey.controls, limited.perplexity.max_documents) == (2, 0, 5)
+    assert (limited.ruler.trials, limited.positions.max_documents) == (5, 5)
+    assert config.limited(1).passkey.trials == 1
+
+
+def test_too_little_memory_is_one_line(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nDetails")
+
+    monkeypatch.setattr("ctxext.evaluation.perplexity.token_nll", exhausted)
+    result = run("eval", "perplexity", "-m", folder, "--dataset", folder / "text.txt", "--length", 64)
+    assert result.status == 2
+    [line] = [line for line in result.err.splitlines() if line.startswith("ctxext: ")]
+    assert "out of memory: CUDA out of memory. Tried to allocate 9 GiB. Details; try a shorter length" in line
 
 
 def test_lengths_come_from_the_file_where_no_option_gives_them(run: Run, folder: Path) -> None:

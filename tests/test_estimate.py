@@ -62,7 +62,7 @@ def test_a_dry_run_writes_nothing_and_names_what_is_too_short(
     arguments = ("eval", "positions", "-m", checkpoint, "--dataset", texts, "--dry-run", "--output", output)
     result = run(*arguments, "--length", 100)
     assert result.status == 0, result.err
-    assert result.out.startswith("3 windows, 300 tokens, the longest 100\nabout ")
+    assert result.out.startswith("3 documents, 3 windows, 300 tokens, the longest 100\nabout ")
     assert not output.exists()
     assert "no document has 1000 tokens" in run(*arguments, "--length", 1000).err
 
@@ -72,4 +72,4 @@ def test_a_comparison_is_foreseen_task_by_task(run: Run, checkpoint: Path, texts
     yarn.write_text("method: {name: yarn, factor: 4}\n")
     arguments = ("eval", "compare", "-m", checkpoint, "--dataset", texts, "--method", yarn, "--dry-run")
     result = run(*arguments, "--task", "perplexity", "--length", 64)
-    assert result.out.startswith("for each of 2 models:\nperplexity: 3 windows, 192 tokens")
+    assert result.out.startswith("for each of 2 models:\nperplexity: 3 documents, 3 windows, 192 tokens")

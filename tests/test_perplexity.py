@@ -217,8 +217,8 @@ def test_bits_per_byte_count_the_bytes_of_what_was_scored() -> None:
 
 
 def test_intervals_are_over_documents() -> None:
-    docs = [document(60, seed) for seed in range(12)]
-    rows = [evaluate(tiny.model(), docs[:n], lengths=[50]).rows[0] for n in (12, 3, 1)]
+    docs = [document(60, seed) for seed in range(32)]
+    rows = [evaluate(tiny.model(), docs[:n], lengths=[50]).rows[0] for n in (32, 12, 1)]
     assert [row["interval"] for row in rows] == ["cluster bootstrap", "t", None]
     assert rows[0]["ci95"][0] < rows[0]["perplexity"] < rows[0]["ci95"][1]
     assert rows[2]["ci95"] is None

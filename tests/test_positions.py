@@ -71,6 +71,11 @@ def test_one_bad_stretch_is_no_failure() -> None:
     assert reach(documents({0: 3.0, 2560: 4.0, 2816: 3.0}), 2048, default_edges_256(4096)).onset is None
 
 
+def test_what_fails_at_the_very_end_is_not_said_to_be_read() -> None:
+    assert reach(documents({0: 3.0, 3840: 4.0}), 2048, default_edges_256(4096)).onset == 3840
+    assert reach(documents({0: 3.0, 2048: 4.0}, length=2304), 2048, [0, 1024, 2048, 2304]).onset == 2048
+
+
 def test_a_rise_within_the_tolerance_is_no_failure() -> None:
     assert reach(documents({0: 3.0, 2560: 3.04}), 2048, default_edges_256(4096)).onset is None
 

@@ -21,7 +21,7 @@ def draw(rng: np.random.Generator, documents: int, truth: float = 2.5) -> tuple[
     return (own * tokens + noise).tolist(), tokens.tolist()
 
 
-@pytest.mark.parametrize("documents", [6, 30])
+@pytest.mark.parametrize("documents", [6, 10, 12, 15, 20, 30])
 def test_intervals_over_documents_hold_the_truth_as_often_as_they_say(documents: int) -> None:
     rng = np.random.default_rng(1)
     held = [
@@ -64,7 +64,7 @@ def test_documents_without_difference_have_an_interval_of_no_width() -> None:
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:
-    sums, tokens = draw(np.random.default_rng(0), 20)
+    sums, tokens = draw(np.random.default_rng(0), 40)
     first, second, third = (clustered_mean(sums, tokens, seed=seed) for seed in (3, 3, 4))
     assert first == second
     assert first.ci95 != third.ci95
@@ -118,6 +118,17 @@ def test_mcnemars_test_counts_the_prompts_that_only_one_got_right() -> None:
     assert result.difference == pytest.approx(7 / 20)
     assert result.p == pytest.approx(2 * (1 + 9) / 2**9)  # at most one of nine fair coins, on either side
     assert paired_proportions(*answers(3, 0, 0, 3)).p == 1.0
+
+
+def test_prompts_that_are_answered_together_count_as_one() -> None:
+    first, second = answers(4, 8, 4, 4)
+    groups = [i // 4 for i in range(20)]  # both, only the first twice, only the second, neither
+    result, one_each = paired_proportions(first, second, groups), paired_proportions(*answers(1, 2, 1, 1))
+    assert (result.trials, result.groups, result.first_only, result.second_only) == (20, 5, 8, 4)
+    assert (result.difference, result.ci95, result.p) == (one_each.difference, one_each.ci95, one_each.p)
+    # Groups that are divided count in part, and by their sign.
+    result = paired_proportions([True, True, True, False], [False, False, True, False], [0, 0, 1, 1])
+    assert (result.difference, result.p) == (0.5, 1.0)
 
 
 def test_the_other_way_round_only_the_sign_changes() -> None:

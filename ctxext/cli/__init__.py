@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -52,9 +52,22 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point; a user's mistake becomes one line on stderr and exit status 2."""
+    """Entry point; a user's mistake, or too little memory, becomes one line on stderr and exit status 2."""
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="ctxext")
     except CtxextError as error:
-        print(f"ctxext: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error))
+    except (MemoryError, RuntimeError) as error:
+        from accelerate.utils.memory import should_reduce_batch_size
+
+        if not isinstance(error, MemoryError) and not should_reduce_batch_size(error):
+            raise
+        _fail(
+            f"out of memory: {error or type(error).__name__}; try a shorter length, a smaller --batch-size or --dtype "
+            "bfloat16; --dry-run says what a run needs"
+        )
+
+
+def _fail(reason: str) -> NoReturn:
+    print(f"ctxext: {' '.join(reason.split())}", file=sys.stderr)
+    sys.exit(2)

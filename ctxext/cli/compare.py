@@ -48,11 +48,12 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Which method works, up to which length, at what cost for short text, and how sure that is."""
-    texts = {"dataset": dataset, "max_documents": limit or max_documents}
-    prompts = {"length": length or None, "trials": limit or trials}
+    texts = {"dataset": dataset, "max_documents": max_documents}
+    prompts = {"length": length or None, "trials": trials}
     configuration = options.configure(
         config,
         settings,
+        limit=limit,
         model=options.model_section(
             model, dtype, device, revision, trust_remote_code, replace_scaling, attn_implementation
         ),
@@ -60,7 +61,7 @@ def compare(
         perplexity={"length": length or None, **texts},
         positions={"length": max(length) if length else None, **texts},
         longppl={"length": max(length) if length else None, **texts},
-        passkey=prompts | ({"controls": limit} if limit else {}),
+        passkey=prompts,
         ruler=prompts,
     )
     from ctxext.errors import ConfigError
@@ -98,7 +99,7 @@ def _compare(configuration: Config, wanted: options.Results) -> None:
 
     from ctxext.errors import ConfigError
     from ctxext.evaluation.compare import compare, summary
-    from ctxext.evaluation.tasks import prepare
+    from ctxext.evaluation.tasks import prepare, shown
     from ctxext.inspection import inspect
     from ctxext.processes import is_main_process
     from ctxext.reporting import comparison_table
@@ -136,11 +137,7 @@ def _compare(configuration: Config, wanted: options.Results) -> None:
         return
     compared = summary(entries, inspect(model).original_max_position_embeddings)
     compared["provenance"] = _provenance(entries)
-    compared["configuration"] = configuration.resolved("model", "compare", *section.tasks)
-    compared["configuration"]["model"]["name"] = compared["provenance"]["model"]
-    for name, prepared in tasks.items():
-        if prepared.dataset is not None:
-            compared["configuration"][name]["dataset"] = prepared.dataset
+    compared["configuration"] = shown(configuration.resolved("model", "compare", *section.tasks))
     if wanted.as_json:
         typer.echo(json.dumps(compared, indent=2, allow_nan=False))
     else:

@@ -69,6 +69,7 @@ def perplexity(
     configuration = options.configure(
         config,
         settings,
+        limit=limit,
         model=options.model_section(
             model, dtype, device, revision, trust_remote_code, replace_scaling, attn_implementation
         ),
@@ -85,7 +86,7 @@ def perplexity(
             "stride": stride,
             "targets": targets,
             "mode": mode,
-            "max_documents": limit or max_documents,
+            "max_documents": max_documents,
             "max_tokens": max_tokens,
             "min_tokens": min_tokens,
             "batch_size": batch_size,
@@ -128,6 +129,7 @@ def positions(
     configuration = options.configure(
         config,
         settings,
+        limit=limit,
         model=options.model_section(
             model, dtype, device, revision, trust_remote_code, replace_scaling, attn_implementation
         ),
@@ -138,7 +140,7 @@ def positions(
             "text_column": text_column,
             "dataset_revision": dataset_revision,
             "length": length,
-            "max_documents": limit or max_documents,
+            "max_documents": max_documents,
             "batch_size": batch_size,
             "bos": bos,
         },
@@ -184,18 +186,19 @@ def passkey(
     configuration = options.configure(
         config,
         settings,
+        limit=limit,
         model=options.model_section(
             model, dtype, device, revision, trust_remote_code, replace_scaling, attn_implementation
         ),
         passkey={
             "length": length or None,
             "depth": depth or None,
-            "trials": limit or trials,
+            "trials": trials,
             "seed": seed,
             "answers": answers,
             "distractors": distractors,
             "filler": filler,
-            "controls": limit or controls,
+            "controls": controls,
             "batch_size": batch_size,
             "bos": bos,
         },
@@ -234,13 +237,14 @@ def ruler(
     configuration = options.configure(
         config,
         settings,
+        limit=limit,
         model=options.model_section(
             model, dtype, device, revision, trust_remote_code, replace_scaling, attn_implementation
         ),
         ruler={
             "length": length or None,
             "task": task or None,
-            "trials": limit or trials,
+            "trials": trials,
             "seed": seed,
             "answers": answers,
             "batch_size": batch_size,
@@ -292,6 +296,7 @@ def longppl(
     configuration = options.configure(
         config,
         settings,
+        limit=limit,
         model=options.model_section(
             model, dtype, device, revision, trust_remote_code, replace_scaling, attn_implementation
         ),
@@ -308,7 +313,7 @@ def longppl(
             "alpha": alpha,
             "beta": beta,
             "overlap": overlap,
-            "max_documents": limit or max_documents,
+            "max_documents": max_documents,
             "min_tokens": min_tokens,
             "batch_size": batch_size,
             "bos": bos,

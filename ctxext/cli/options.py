@@ -103,15 +103,17 @@ def model_section(
     }
 
 
-def configure(config: Path | None, settings: list[str] | None, **sections: dict[str, Any]) -> Config:
-    """The configuration from a file and the options of a command."""
+def configure(
+    config: Path | None, settings: list[str] | None, limit: int | None = None, **sections: dict[str, Any]
+) -> Config:
+    """The configuration from a file and the options of a command, with at most ``limit`` documents and prompts."""
     from ctxext.config import load_config
     from ctxext.errors import ConfigError
 
     configuration = load_config(config, settings=settings or (), options=sections)
     if configuration.model is None:
         raise ConfigError("no model; give --model, or model.name in the file")
-    return configuration
+    return configuration if limit is None else configuration.limited(limit)
 
 
 def load(configuration: Config) -> tuple[Any, Any]:
@@ -162,7 +164,8 @@ def print_estimate(prepared: Prepared, model: Any, tokenizer: Any) -> None:
 
     found = estimate(prepared, model, tokenizer)
     kind = "windows" if prepared.unit == "tokens" else "prompts"
-    typer.echo(f"{found.inputs:,} {kind}, {found.tokens:,} tokens, the longest {found.longest:,}")
+    documents = f"{found.documents:,} documents, " if found.documents else ""
+    typer.echo(f"{documents}{found.inputs:,} {kind}, {found.tokens:,} tokens, the longest {found.longest:,}")
     typer.echo(f"about {_duration(found.seconds)}, {found.memory_bytes / 1e9:.1f} GB of memory, weights included")
 
 

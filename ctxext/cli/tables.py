@@ -12,79 +12,16 @@ from rich.table import Table
 
 def print_record(record: Mapping[str, Any]) -> None:
     """Print the rows of a result on stdout, under a line that says what was measured and how."""
-    protocol, console = record["protocol"], Console()
-    version = str(protocol["version"])
-    name = version if version.startswith(protocol["name"]) else f"{protocol['name']} v{version}"
-    title = f"{record['task']} · {name} · {record['provenance']['model']} · {method_name(record)}"
-    console.print(title, highlight=False, markup=False)
+    from ctxext.reporting import conclusions, protocol_name
+
+    console = Console()
+    parts = (record["task"], protocol_name(record["protocol"]), record["provenance"]["model"], method_name(record))
+    console.print(" · ".join(parts), highlight=False, markup=False)
     console.print(_TABLES[record["task"]](record["rows"]))
-    for line in _conclusions(record):
+    for line in conclusions(record):
         console.print(line, highlight=False, markup=False)
     counts = ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in record["counts"].items() if value)
     console.print(counts, highlight=False, markup=False, style="dim")
-
-
-def _conclusions(record: Mapping[str, Any]) -> list[str]:
-    """What the summary of a result says, in sentences."""
-    summary, lines = record.get("summary") or {}, []
-    if record["task"] == "positions" and "plateau" in summary:
-        onset, gain = summary["onset"], summary["gain"]
-        if onset is None:
-            lines.append(f"reads all {summary['longest']:,} positions that were measured without failing")
-        else:
-            lines.append(f"fails from position {onset:,} on (trained length {summary['trained']:,})")
-        low, high = summary["gain_ci95"] or (gain, gain)
-        lines.append(f"context beyond the trained length gains {gain:.3f} nats a token ({low:.3f} to {high:.3f})")
-    if record["task"] == "longppl":
-        [row] = record["rows"]
-        if row["insufficient"]:
-            lines.append("insufficient: too few key tokens or documents for a conclusion (500 and 10 are wanted)")
-        if row["keys"] == "self":
-            lines.append("keys found with this very model: not comparable with other checkpoints on keys of their own")
-    if record["task"] == "passkey":
-        lines += _passkey_conclusions(summary)
-    if record["task"] == "search":
-        lines += _search_conclusions(record)
-    if record["task"] == "ruler" and "effective_length" in summary:
-        effective, threshold = summary["effective_length"], summary["threshold"]
-        reached = "no length" if effective is None else f"up to {effective:,} tokens"
-        lines.append(f"mean score of at least {threshold:.1%}: {reached}")
-    return lines
-
-
-def _passkey_conclusions(summary: Mapping[str, Any]) -> list[str]:
-    lines = []
-    if summary.get("controls"):
-        short, empty = summary["controls"]["short"], summary["controls"]["no_needle"]
-        lines.append(
-            f"controls: {short['correct']} of {short['trials']} in {short_length()} tokens, "
-            f"{empty['correct']} of {empty['trials']} without the key"
-        )
-    if summary.get("floor"):
-        lines.append("task floor: the model can't do this task even in short prompts, so that the grid says little")
-    if summary.get("agreement") is not None and summary["agreement"] < 0.99:
-        lines.append(f"forced and generated answers agree in {summary['agreement']:.0%} of the prompts only")
-    return lines
-
-
-def _search_conclusions(record: Mapping[str, Any]) -> list[str]:
-    from ctxext.reporting import held_out_cells, intervals_mean
-
-    summary, lines = record["summary"], []
-    if summary["differences"]:
-        (first, *names), rows = held_out_cells(summary)
-        for against, *cells in rows:
-            found = ", ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True))
-            lines.append(f"held out, {first} {against}: {found}")
-        lines.append(intervals_mean(record["counts"]["held_out_documents"]))
-    return [*lines, summary["verdict"]]
-
-
-def short_length() -> str:
-    """Tokens of the control prompts, for people."""
-    from ctxext.evaluation.passkey import CONTROL_LENGTH
-
-    return f"{CONTROL_LENGTH:,}"
 
 
 def method_name(record: Mapping[str, Any]) -> str:

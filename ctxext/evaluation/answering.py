@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,10 @@ from ctxext.evaluation.prompts import Prompt, common_prefix
 from ctxext.evaluation.runs import Run
 from ctxext.evaluation.scoring import cache_argument, equal_batches
 from ctxext.families import window_layers
+
+BLOCK = 5
+"""Prompts, run one at a time, that may share cached beginnings: so few that little is done again when a run that broke
+off goes on, and the same whatever the number of processes, so that results are too."""
 
 Judge = Callable[[Prompt, str], Mapping[str, Any]]
 """Facts about an answer, given as text: ``correct`` at least."""
@@ -65,9 +70,10 @@ def answer_prompts(
 ) -> list[dict[str, Any]]:
     """A record of every prompt, in order: what the model says by greedy decoding, and the loss of the right answer.
 
-    Only prompts of equal length share a batch, so nothing is padded. One at a time (``batch_size`` 1), prompts that
-    begin alike share the cached keys and values of that beginning: equal up to rounding, and faster. A prompt that
-    fails, for lack of memory say, has ``error`` in its record and counts as wrong.
+    Only prompts of equal length share a batch, so nothing is padded. One at a time (``batch_size`` 1), those of the
+    ``BLOCK`` prompts in a row that begin alike share the cached keys and values of that beginning: equal up to
+    rounding, and faster. A prompt that fails, for lack of memory say or with logits that are not finite, has ``error``
+    in its record and counts as wrong.
 
     Args:
         model: without wrappers, in evaluation mode.
@@ -90,29 +96,43 @@ def answer_prompts(
     run = run or Run()
     reader = _Reader(model, tokenizer, share_prefix=batch_size == 1)
 
-    batches = equal_batches(
-        prompts, batch_size, key=lambda p: (len(p.input_ids), p.forced_start, len(p.forced_ids), p.max_new_tokens)
-    )
-    own = run.share(batches, lambda prompt: prompt.id, lambda prompt: len(prompt.input_ids))
-    done, total = 0, sum(map(len, own))
-    for batch in own:
+    def answered(batch: Sequence[Prompt]) -> list[dict[str, Any]]:
         try:
             facts = [{} for _ in batch] if not forced else reader.forced(batch)
             if generated:
-                for prompt, known, ids in zip(batch, facts, reader.generated(batch), strict=True):
+                for prompt, known, (ids, finite) in zip(batch, facts, reader.generated(batch), strict=True):
                     answer = _decode(tokenizer, ids, spaced=spaced[prompt.id])
-                    known |= {"answer": answer, **judge(prompt, answer)}
+                    known |= {"answer": answer, **judge(prompt, answer)} | ({} if finite else _NOT_FINITE)
             else:
                 for known in facts:
                     known["correct"] = known["greedy_match"]
+            for known in facts:
+                if not math.isfinite(known.get("answer_nll", 0)):
+                    known |= _NOT_FINITE
         except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
-            facts = [{"correct": False, "error": f"{type(error).__name__}: {_first_line(error)}"} for _ in batch]
             reader.forget()
-        for prompt, known in zip(batch, facts, strict=True):
-            run.add(prompt.id, {**_about(prompt), **known})
-        done += len(batch)
-        if progress is not None:
-            progress(done, total)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            return [{"correct": False, "error": f"{type(error).__name__}: {_first_line(error)}"} for _ in batch]
+        return facts
+
+    if batch_size == 1:
+        blocks = equal_batches(prompts, BLOCK, key=lambda p: (p.task, p.length, p.index))
+    else:
+        blocks = equal_batches(
+            prompts, batch_size, key=lambda p: (len(p.input_ids), p.forced_start, len(p.forced_ids), p.max_new_tokens)
+        )
+    own = run.share(blocks, lambda prompt: prompt.id, lambda prompt: len(prompt.input_ids), at_once=batch_size)
+    done, total = 0, sum(map(len, own))
+    for block in own:
+        reader.forget()
+        for first in range(0, len(block), batch_size):
+            batch = block[first : first + batch_size]
+            for prompt, known in zip(batch, answered(batch), strict=True):
+                run.add(prompt.id, {**_about(prompt), **known})
+            done += len(batch)
+            if progress is not None:
+                progress(done, total)
     parts = run.collect()
     return [{"id": prompt.id, **_checked(parts[prompt.id].facts, prompt)} for prompt in prompts]
 
@@ -121,6 +141,12 @@ def shares_prefixes(model: Any) -> bool:
     """Whether a cache can be cut back: Transformers' models without sliding windows."""
     config = getattr(model, "config", None)
     return isinstance(model, PreTrainedModel) and config is not None and window_layers(config) is None
+
+
+_NOT_FINITE: dict[str, Any] = {
+    "correct": False,
+    "error": "the model's logits are not finite; check the patch, try float32",
+}
 
 
 class _Reader:
@@ -134,10 +160,8 @@ class _Reader:
         self._name = cache_argument(model) if self._keeps else ""
 
     def forget(self) -> None:
-        """Start anew, after an error or for lack of memory."""
+        """Start anew."""
         self._cache, self._rows = None, []
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
     def forced(self, batch: Sequence[Prompt]) -> list[dict[str, Any]]:
         """Loss of the answer's tokens, and whether each is the likeliest, for each prompt of equal length."""
@@ -157,8 +181,11 @@ class _Reader:
             for loss, same in zip(nll.mean(-1), match, strict=True)
         ]
 
-    def generated(self, batch: Sequence[Prompt]) -> list[list[int]]:
-        """The tokens that the model adds to each prompt, up to the first end-of-sequence token."""
+    def generated(self, batch: Sequence[Prompt]) -> list[tuple[list[int], bool]]:
+        """The tokens that the model adds to each prompt, up to the first end-of-sequence token.
+
+        And whether their logits were finite.
+        """
         rows = [prompt.input_ids for prompt in batch]
         prompts = torch.tensor(rows, device=self._model.device)
         config = _greedy(self._model, self._tokenizer, batch[0].max_new_tokens)
@@ -168,8 +195,11 @@ class _Reader:
                 input_ids=prompts, attention_mask=torch.ones_like(prompts), generation_config=config, **cached
             )
         ends = set(config.eos_token_id or ())
-        new: Tensor = out[:, prompts.shape[1] :]
-        return [list(itertools.takewhile(lambda token: token not in ends, row)) for row in new.tolist()]
+        new: Tensor = out.sequences[:, prompts.shape[1] :]
+        answers = [list(itertools.takewhile(lambda token: token not in ends, row)) for row in new.tolist()]
+        wrong = torch.stack([logits.isnan().any(-1) for logits in out.logits], dim=1).tolist()  # [B, new tokens]
+        # Behind a row's own end are logits of padding.
+        return [(ids, not any(bad[: len(ids) + 1])) for ids, bad in zip(answers, wrong, strict=True)]
 
     def _continued(self, rows: list[list[int]], keep: int) -> dict[str, Any]:
         """The cache as an argument, cut back to what ``rows`` have in common with it, ``keep`` positions at most."""
@@ -241,6 +271,8 @@ def _greedy(model: Any, tokenizer: Any, max_new_tokens: int) -> GenerationConfig
         num_beams=1,
         use_cache=True,
         max_new_tokens=max_new_tokens,
+        return_dict_in_generate=True,
+        output_logits=True,
         eos_token_id=ends,
         pad_token_id=ends[0] if pad is None and ends else pad,
     )

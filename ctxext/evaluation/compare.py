@@ -6,7 +6,7 @@ What is asked is decided by the tasks (tasks.py); pictures and tables are made e
 from __future__ import annotations
 
 import gc
-import math
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ctxext.errors import ConfigError, CtxextError, PatchError
+from ctxext.evaluation.longppl import LongPPLResult, paired
+from ctxext.evaluation.passkey import is_control
 from ctxext.evaluation.positions import curve, default_edges
 from ctxext.evaluation.records import TokenLosses, within
 from ctxext.evaluation.runs import Run
-from ctxext.evaluation.statistics import clustered_mean, holm, paired_proportions
+from ctxext.evaluation.statistics import Estimate, clustered_mean, exponential, holm, paired_proportions
 from ctxext.evaluation.tasks import Prepared, Progress, measure
 from ctxext.folder import FolderError
 from ctxext.inspection import inspect
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 """The label of the model without a method, which every comparison has."""
 PROBE_TOKENS = 64
+CHANGES = ("short", "long", "longppl_change", "passkey_change", "ruler_change")
+"""What is compared with the plain model: the names of differences in a summary."""
+SCHEMA_VERSION = 2
 NOISE = {"float32": 1e-4}
 """Mean losses that differ by less, in nats, are the same: kernels round differently. By dtype; 1e-3 for 16-bit ones."""
 
@@ -42,7 +47,8 @@ NOISE = {"float32": 1e-4}
 class Entry:
     """One method: the records of its tasks by name, or why there are none.
 
-    ``losses`` are those of its perplexity, by length or window.
+    ``losses`` are those of its perplexity by length or window, or of its positions where perplexity isn't asked for;
+    ``key_losses`` is LongPPL's result.
     """
 
     label: str
@@ -50,6 +56,7 @@ class Entry:
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     losses: dict[int, list[TokenLosses]] = field(default_factory=dict, repr=False)
+    key_losses: LongPPLResult | None = field(default=None, repr=False)
 
 
 class NothingChangedError(PatchError):
@@ -140,11 +147,11 @@ def compare(
             except CtxextError as error:
                 entry.reasons = dict.fromkeys(tasks, str(error))
                 continue
-            for task, prepared in tasks.items():
+            for task in tasks:
                 place = None if folder is None else folder / _slug(label) / task
                 run = Run(place, resume=resume and place is not None, overwrite=overwrite and place is not None)
-                with progress(label, task, prepared) if progress is not None else nullcontext() as bar:
-                    _measure(entry, task, prepared, replace(configuration, method=method), model, tokenizer, run, bar)
+                with progress(label, task, tasks[task]) if progress is not None else nullcontext() as bar:
+                    _measure(entry, task, tasks, replace(configuration, method=method), model, tokenizer, run, bar)
     return entries
 
 
@@ -152,8 +159,12 @@ def summary(entries: Sequence[Entry], trained: int) -> dict[str, Any]:
     """The comparison as JSON-ready values: a row for each entry, with paired differences to the plain model.
 
     ``short`` is the difference in mean loss (nats a token) on the tokens within the trained length, ``long`` on all
-    those that were scored, each with its 95 % interval over documents (None for one) and a p value, alone and by Holm's
-    method over the table. ``found`` is the difference in the share of passkeys, by McNemar's test.
+    those that were scored, ``longppl_change`` on LongPPL's key tokens, each with its 95 % interval over documents (None
+    for one) and a p value. ``passkey_change`` and ``ruler_change`` are the differences in the share of right answers,
+    one for each length; with several passkeys at one depth, depths are what is counted. Each p value is also given by
+    Holm's method over the methods and lengths of its kind, except for losses that differ by no more than kernels round.
+    ``failures`` says how many prompts failed and how the first did; where one failed in either of two, their answers
+    aren't tested. ``tasks`` holds what was asked: protocol and text.
     """
     plain = entries[0]
     for task in {task for entry in entries for task in entry.records}:
@@ -170,20 +181,28 @@ def summary(entries: Sequence[Entry], trained: int) -> dict[str, Any]:
             row[task]["wall_seconds"] = record["provenance"]["wall_seconds"]
             row[task]["peak_memory_bytes"] = record["provenance"]["peak_memory_bytes"]
             row[task]["errors"] = record["counts"].get("errors", 0)
+        row["failures"] = {task: failed for task, record in entry.records.items() if (failed := _failures(record))}
         if entry.losses:
-            row["curve"] = _curve(entry, trained)
-            if entry is not plain and plain.losses:
-                row |= _differences(entry, plain, trained)
-        if entry is not plain and "passkey" in entry.records and "passkey" in plain.records:
-            row["found"] = _found(entry.records["passkey"], plain.records["passkey"])
+            row["curve"] = _curve(_longest(entry), trained)
+        if entry is not plain:
+            row |= _differences(entry, plain, trained)
         rows.append(row)
-    for name in ("short", "long", "found"):
-        tested = [row[name] for row in rows if row.get(name) and row[name]["p"] is not None]
-        for difference, p in zip(tested, holm([difference["p"] for difference in tested]), strict=True):
-            difference["p_holm"] = p
     dtypes = {record["provenance"]["dtype"] for entry in entries for record in entry.records.values()}
     noise = max((NOISE.get(dtype, 1e-3) for dtype in dtypes), default=1e-3)
-    return {"schema_version": 1, "trained": trained, "noise_floor_nll": noise, "entries": rows}
+    for name in CHANGES:
+        changes = list(itertools.chain(*(_as_list(row.get(name)) for row in rows)))
+        # However regular the rounding of kernels is, it is no finding.
+        rounding = noise if name in ("short", "long", "longppl_change") else 0
+        tested = [change for change in changes if change["p"] is not None and abs(change["difference"]) >= rounding]
+        for difference, p in zip(tested, holm([difference["p"] for difference in tested]), strict=True):
+            difference["p_holm"] = p
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "trained": trained,
+        "noise_floor_nll": noise,
+        "tasks": _asked(entries),
+        "entries": rows,
+    }
 
 
 def check_comparable(records: Sequence[Mapping[str, Any]]) -> None:
@@ -198,7 +217,7 @@ def check_comparable(records: Sequence[Mapping[str, Any]]) -> None:
 def _measure(
     entry: Entry,
     task: str,
-    prepared: Prepared,
+    tasks: Mapping[str, Prepared],
     configuration: Config,
     model: Any,
     tokenizer: Any,
@@ -207,7 +226,7 @@ def _measure(
 ) -> None:
     """The record of one task, or the reason why there is none."""
     try:
-        record, result = measure(task, prepared, configuration, model, tokenizer, run, bar)
+        record, result = measure(task, tasks[task], configuration, model, tokenizer, run, bar)
     except (CtxextError, RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
         if isinstance(error, FolderError):  # which concerns all methods alike
             raise
@@ -220,6 +239,10 @@ def _measure(
     entry.records[task] = record
     if task == "perplexity":
         entry.losses = result.losses
+    elif task == "positions" and "perplexity" not in tasks:
+        entry.losses = {record["protocol"]["length"]: result.losses}
+    elif task == "longppl":
+        entry.key_losses = result
 
 
 @torch.no_grad()
@@ -254,22 +277,25 @@ def _longest(entry: Entry) -> list[TokenLosses]:
     return entry.losses[max(entry.losses)]
 
 
-def _curve(entry: Entry, trained: int) -> list[dict[str, Any]]:
-    """Loss by position, of the longest windows."""
-    records = _longest(entry)
+def _curve(records: Sequence[TokenLosses], trained: int) -> list[dict[str, Any]]:
+    """Loss by position."""
     longest = 1 + max(int(record.context.max()) for record in records if len(record))
     edges = sorted({*default_edges(longest), *([trained] if trained < longest else [])})
     return curve(records, edges)
 
 
 def _differences(entry: Entry, plain: Entry, trained: int) -> dict[str, Any]:
-    if set(entry.losses) != set(plain.losses):
-        return {}
-    ours, theirs = _longest(entry), _longest(plain)
-    return {
-        "short": _difference(within(ours, 0, trained), within(theirs, 0, trained)),
-        "long": _difference(ours, theirs),
-    }
+    found: dict[str, Any] = {}
+    if entry.losses and plain.losses:
+        ours, theirs = _longest(entry), _longest(plain)
+        found["short"] = _difference(within(ours, 0, trained), within(theirs, 0, trained))
+        found["long"] = _difference(ours, theirs)
+    if entry.key_losses is not None and plain.key_losses is not None and plain.key_losses.rows[0]["tokens"]:
+        found["longppl_change"] = _as_difference(paired(entry.key_losses, plain.key_losses))
+    for task in ("passkey", "ruler"):
+        if task in entry.records and task in plain.records:
+            found[f"{task}_change"] = _answered(entry.records[task], plain.records[task])
+    return found
 
 
 def _difference(ours: Sequence[TokenLosses], theirs: Sequence[TokenLosses]) -> dict[str, Any] | None:
@@ -283,28 +309,55 @@ def _difference(ours: Sequence[TokenLosses], theirs: Sequence[TokenLosses]) -> d
             tokens.append(len(one))
     if not sums:
         return None
-    estimate = clustered_mean(sums, tokens)
-    better = sum(total < 0 for total in sums)
+    return {**_as_difference(clustered_mean(sums, tokens)), "documents_better": sum(total < 0 for total in sums)}
+
+
+def _as_difference(estimate: Estimate) -> dict[str, Any]:
     return {
         "difference": estimate.value,
-        "ratio": math.exp(estimate.value),
+        "ratio": exponential(estimate.value),
         "ci95": estimate.ci95,
         "p": estimate.p,
         "documents": estimate.clusters,
-        "documents_better": better,
     }
 
 
-def _found(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    answers = {sample["id"]: bool(sample["correct"]) for sample in theirs["samples"]}
-    asked = [sample for sample in ours["samples"] if sample["task"] == "passkey" and sample["trial"] >= 0]
-    pairs = [(bool(sample["correct"]), answers[sample["id"]]) for sample in asked]
-    paired = paired_proportions([one for one, _ in pairs], [other for _, other in pairs])
-    return {
-        "difference": paired.difference,
-        "ci95": list(paired.ci95),
-        "p": paired.p,
-        "only_here": paired.first_only,
-        "only_plain": paired.second_only,
-        "trials": paired.trials,
-    }
+def _answered(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The difference in right answers to the same prompts, by length; not for lengths at which a prompt failed."""
+    others = {sample["id"]: sample for sample in theirs["samples"]}
+    asked: dict[int, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
+    for sample in ours["samples"]:
+        if not is_control(sample):
+            asked.setdefault(sample["length"], []).append((sample, others[sample["id"]]))
+    changes = []
+    for length, pairs in sorted(asked.items()):
+        if any(sample["error"] is not None for pair in pairs for sample in pair):
+            continue
+        here, there = ([bool(sample["correct"]) for sample in side] for side in zip(*pairs, strict=True))
+        # Keys at one depth are found or lost together; other tasks have a text of their own for each prompt.
+        groups = [sample["depth"] for sample, _ in pairs] if ours["task"] == "passkey" else None
+        compared = paired_proportions(here, there, groups)
+        change = {"length": length, "difference": compared.difference, "ci95": list(compared.ci95), "p": compared.p}
+        change |= {"only_here": compared.first_only, "only_plain": compared.second_only}
+        changes.append(change | {"trials": compared.trials, "groups": compared.groups})
+    return changes
+
+
+def _failures(record: Mapping[str, Any]) -> str | None:
+    errors = [sample["error"] for sample in record.get("samples", []) if sample["error"] is not None]
+    if not errors:
+        return None
+    return f"{len(errors)} of {len(record['samples'])} prompts failed, and count as wrong; the first: {errors[0]}"
+
+
+def _asked(entries: Sequence[Entry]) -> dict[str, Any]:
+    """Protocol, text and number of documents of each task, which are the same for all methods."""
+    tasks: dict[str, Any] = {}
+    for entry in entries:
+        for task, record in entry.records.items():
+            tasks.setdefault(task, {"protocol": record["protocol"], "dataset": record.get("dataset")})
+    return tasks
+
+
+def _as_list(change: Any) -> list[dict[str, Any]]:
+    return change if isinstance(change, list) else [] if change is None else [change]

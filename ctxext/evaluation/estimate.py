@@ -22,11 +22,14 @@ PROBES = (256, 1024)
 
 @dataclass(frozen=True)
 class Estimate:
-    """Inputs (windows or prompts), their tokens, seconds for all, and bytes at the peak, weights included.
+    """Documents (0 for prompts), inputs (windows or prompts), their tokens, seconds for all, bytes at the peak.
+
+    Bytes include the weights.
 
     Seconds and bytes are rough: prompts that share a beginning take less, generated answers take more.
     """
 
+    documents: int
     inputs: int
     tokens: int
     longest: int
@@ -44,11 +47,12 @@ def estimate(prepared: Prepared, model: Any, tokenizer: Any) -> Estimate:
         prepared.evaluate(model, tokenizer, run, None)
     lengths = [length for batch in run.batches for length in batch]
     return Estimate(
+        documents=run.documents,
         inputs=len(lengths),
         tokens=sum(lengths),
         longest=max(lengths),
         seconds=_seconds(model, lengths),
-        memory_bytes=_memory(model, max(lengths), max(map(len, run.batches)), cached=prepared.unit == "prompts"),
+        memory_bytes=_memory(model, max(lengths), run.at_once, cached=prepared.unit == "prompts"),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ctxext.data import resolve_bos
@@ -25,7 +25,7 @@ from ctxext.evaluation.scoring import (
     require_distinct,
     require_whole,
 )
-from ctxext.evaluation.statistics import wilson95
+from ctxext.evaluation.statistics import wilson95, wilson95_mean
 
 CONTROL_LENGTH = 512
 """Tokens of the control prompts: short enough for every model that can do the task at all."""
@@ -36,7 +36,8 @@ FLOOR = 0.95
 class PasskeyResult(AnswersResult):
     """Rows (one per length and depth), the record of every prompt, and what is needed to repeat them.
 
-    ``by_length`` pools the depths. ``summary`` holds the effective length (all lengths up to it have four of five keys
+    ``by_length`` pools the depths; its interval counts depths, not keys, because keys at one depth are found or lost
+    together. ``summary`` holds the effective length (all lengths up to it have four of five keys
     found), for each length the largest distance from the end up to which keys are found (PI's k_max), the share of
     prompts in which the forced and the generated answer agree, and the controls.
     """
@@ -128,7 +129,7 @@ def evaluate_passkey(
         for i, (length, depth) in enumerate(cells)
     ]
     by_length = [
-        {"length": length, **aggregate([record for record in asked if record["length"] == length])}
+        {"length": length, **aggregate([record for record in asked if record["length"] == length], groups=len(depths))}
         for length in lengths
     ]
     errors = sum(record["error"] is not None for record in records)
@@ -188,15 +189,21 @@ def check_arguments(
         raise ConfigError(f"distractors {distractors} are more than there are names for: at most {len(NAMES) - 1}")
 
 
-def aggregate(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def is_control(sample: Mapping[str, Any]) -> bool:
+    """Whether a prompt's record is that of a control, which belongs to no length."""
+    return bool(sample.get("trial", 0) < 0)
+
+
+def aggregate(records: Sequence[dict[str, Any]], groups: int | None = None) -> dict[str, Any]:
     """Share of right answers with its 95 % Wilson interval, mean loss of the answers, mean distance from the end.
 
+    With ``groups`` the interval is that of so many trials: as many as there are prompts that say something new.
     A prompt that failed counts as wrong, and among ``errors``; it has no loss.
     """
     from ctxext.evaluation.metrics import PasskeyAccuracy  # loads `evaluate`, which takes a second
 
     trials = len(records)
-    if all("answer" in record for record in records):
+    if all("answer" in record and record["error"] is None for record in records):
         answered = PasskeyAccuracy().compute(
             predictions=[record["answer"] for record in records],
             references=[record["answers"][0] for record in records],
@@ -204,7 +211,9 @@ def aggregate(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         correct = answered["correct"]
     else:
         correct = sum(record["correct"] for record in records)
-    row = {"trials": trials, "correct": correct, "accuracy": correct / trials, "wilson95": wilson95(correct, trials)}
+    accuracy = correct / trials
+    row = {"trials": trials, "correct": correct, "accuracy": accuracy}
+    row["wilson95"] = wilson95(correct, trials) if groups is None else wilson95_mean(accuracy, groups)
     row["errors"] = sum(record["error"] is not None for record in records)
     if any("greedy_match" in record for record in records):
         row["greedy_match"] = sum(record.get("greedy_match", False) for record in records) / trials

@@ -135,6 +135,7 @@ def evaluate_perplexity(
         check_head(model)
         feed_last = protocol != "rolling"  # whose inputs are as long as its targets
         run = run or Run()
+        run.documents = len(kept)
         names = _part_ids(jobs, kept, texts, mode)
         score = token_nll if mode == "pass" else decoded_nll
         scores = _score(

@@ -118,8 +118,9 @@ class Reach:
     """How far a model reads.
 
     ``plateau`` is its mean loss over the second half of the trained length. ``onset`` is the first edge from which the
-    loss lies above that by more than the tolerance, with 95 % certainty and twice in a row; None if there is none up to
-    ``longest``. ``gain`` is the plateau less the loss over the second half of ``longest``: what more context buys.
+    loss lies above that by more than the tolerance, with 95 % certainty and twice in a row, or once at the very end;
+    None if there is none up to ``longest``. ``gain`` is the plateau less the loss over the second half of ``longest``:
+    what more context buys.
     """
 
     trained: int
@@ -151,7 +152,8 @@ def reach(records: Sequence[TokenLosses], trained: int, edges: Sequence[int], *,
     for low, high in itertools.pairwise([*starts, longest]):
         rise = _difference(within(kept, low, high), plateaus)
         failing.append(rise is not None and rise.ci95 is not None and rise.ci95[0] > tolerance)
-    twice = (edge for edge, pair in zip(starts, itertools.pairwise(failing), strict=False) if all(pair))
+    # What nothing follows can't be confirmed; a model isn't said to read it.
+    twice = (edge for edge, pair in zip(starts, itertools.pairwise([*failing, True]), strict=True) if all(pair))
     late = _difference(within(kept, longest // 2, longest), plateaus)
     if late is None or late.clusters < 2:
         raise ConfigError(f"fewer than two documents go beyond {longest // 2} tokens: measure a shorter length")

@@ -108,6 +108,7 @@ def run_settings(
         # After what people set, which says more where both differ.
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "weights": weights_fingerprint(model),
+        "config": config_fingerprint(model),
         "patch": None if patch is None else patch.get("fingerprint"),
         "versions": {
             name: version for name, version in versions().items() if name in ("ctxext", "torch", "transformers")
@@ -132,10 +133,20 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+def config_fingerprint(model: Any) -> str:
+    """The sha256 of the model's configuration and of what ends its answers, without names, versions and dtype."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    settings = {"generation eos_token_id": ends, **model.config.to_dict()}
+    for name in ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"):
+        settings.pop(name, None)
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """The sha256 of what the tokenizer does: its whole definition, or its vocabulary for slow ones."""
+    """The sha256 of what the tokenizer does: its definition (of slow ones the vocabulary), and what starts and ends."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     definition = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    definition += json.dumps([getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")])
     return hashlib.sha256(definition.encode("utf-8", "surrogatepass")).hexdigest()
 
 

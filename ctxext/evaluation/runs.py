@@ -11,6 +11,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,7 +78,10 @@ class Run:
         self.folder = None if folder is None else Path(folder)
         self._parts: dict[str, Part] = {}
         self._own: set[str] = set()
+        self._awaited = False
         self._reused = 0
+        self.documents = 0
+        """How many texts the parts are of, where they are of texts."""
         self._file: Any = None
         self._claim: RunFolder | None = None
         if self.folder is None:
@@ -85,7 +89,13 @@ class Run:
                 raise ConfigError("--resume and --overwrite are about a run's folder: give one with --output")
         elif is_main_process():
             self._claim = RunFolder(
-                self.folder, resume=resume, overwrite=overwrite, begun=_has_parts, clear=_clear, unfinished=_UNFINISHED
+                self.folder,
+                "evaluation",
+                resume=resume,
+                overwrite=overwrite,
+                begun=_has_parts,
+                clear=_clear,
+                unfinished=_UNFINISHED,
             )
 
     def begin(self, settings: Mapping[str, Any]) -> None:
@@ -115,19 +125,25 @@ class Run:
         return id_ in self._parts and not self._parts[id_].failed
 
     def share(
-        self, batches: Iterable[list[Item]], id_of: Callable[[Item], str], positions: Callable[[Item], int]
+        self,
+        batches: Iterable[list[Item]],
+        id_of: Callable[[Item], str],
+        positions: Callable[[Item], int],
+        *,
+        at_once: int | None = None,
     ) -> list[list[Item]]:
         """The batches that are this process's to do, of those that aren't done.
 
         ``batches`` are all of them, in the same order in every process; ``id_of`` names an item's part, ``positions``
-        is the length of its input. A batch is done again as a whole, because the last bits of a result may depend on
-        what it is run with.
+        is the length of its input, ``at_once`` how many of a batch are run together (None: all). A batch is done again
+        as a whole, because the last bits of a result may depend on what it is run with, or after.
         """
         if self.folder is not None and self._file is None:
             raise ConfigError(f"the run in {self.folder} keeps nothing before its begin(): call that first")
         left = [batch for batch in batches if not all(self.done(id_of(item)) for item in batch)]
         if left and self.folder is not None and is_main_process():
             (self.folder / RESULTS).unlink(missing_ok=True)  # this run, now asked for more, is not finished
+        self._awaited = self._shared and process_count() > 1
         return left[process_index() :: process_count()] if self._shared else left
 
     def add(self, id_: str, facts: Mapping[str, Any], losses: Any = None) -> None:
@@ -140,13 +156,30 @@ class Run:
             self._file.flush()
 
     def collect(self) -> dict[str, Part]:
-        """The parts of all processes by id."""
-        if process_count() > 1 and self._shared:
-            from accelerate.utils import gather_object
+        """The parts of all processes by id.
 
-            own = [(id_, self._parts[id_]) for id_ in sorted(self._own)]
-            self._parts |= dict(gather_object(own))
+        Raises:
+            CtxextError: another process has abandoned its share.
+        """
+        if self._awaited:
+            self._parts |= self._gather([(id_, self._parts[id_]) for id_ in sorted(self._own)])
         return self._parts
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell the processes that wait for this one's parts that an error ended them; they have the same to tell."""
+        if self._awaited:
+            with suppress(CtxextError):
+                self._gather([(f"process {process_index()}", str(error) or type(error).__name__)])
+
+    def _gather(self, own: list[tuple[str, Any]]) -> dict[str, Part]:
+        from accelerate.utils import gather_object
+
+        self._awaited = False
+        everyones: list[tuple[str, Any]] = gather_object(own)
+        for name, said in everyones:
+            if isinstance(said, str):
+                raise CtxextError(f"{name} has failed: {said}")
+        return dict(everyones)
 
     def finish(self, record: Mapping[str, Any], order: Sequence[str]) -> None:
         """Write records, losses and last the result; ``order`` is that of the parts, others follow by id."""
@@ -210,12 +243,19 @@ class DryRun(Run):
         """Without a folder."""
         super().__init__()
         self.batches: list[list[int]] = []
+        self.at_once = 1
 
     def share(
-        self, batches: Iterable[list[Item]], id_of: Callable[[Item], str], positions: Callable[[Item], int]
+        self,
+        batches: Iterable[list[Item]],
+        id_of: Callable[[Item], str],
+        positions: Callable[[Item], int],
+        *,
+        at_once: int | None = None,
     ) -> list[list[Item]]:
         """Note the batches. Raises Planned."""
         self.batches = [[positions(item) for item in batch] for batch in batches]
+        self.at_once = max(map(len, self.batches)) if at_once is None else at_once
         raise Planned
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ctxext.aliases import ALIASES
 from ctxext.data import Document, dataset_id, load_documents
 from ctxext.errors import ConfigError
 from ctxext.evaluation import longppl, passkey, perplexity, positions, ruler
@@ -72,13 +73,7 @@ def measure(
     settings = configuration.model
     assert settings is not None  # who loaded the model has checked
     run = run or Run()
-    resolved = configuration.resolved("model", "method", task)
-    resolved["model"]["name"] = model_id(settings.name)
-    if prepared.dataset is not None:
-        resolved[task]["dataset"] = prepared.dataset
-    for name in ("filler", "keys"):  # may be paths
-        if resolved[task].get(name) is not None:
-            resolved[task][name] = dataset_id(resolved[task][name])
+    resolved = shown(configuration.resolved("model", "method", task))
     patch = inspect(model).summary()
     about: dict[str, Any] = {
         "model": model,
@@ -103,9 +98,26 @@ def measure(
             **about,
         )
         run.finish(record, result.parts)
+    except Exception as error:
+        run.abandon(error)
+        raise
     finally:
         run.close()
     return record, result
+
+
+def shown(resolved: dict[str, Any]) -> dict[str, Any]:
+    """Sections of a configuration as result files show them: no folder of this machine, and short names pinned."""
+    if "model" in resolved:
+        resolved["model"]["name"] = model_id(resolved["model"]["name"])
+    search = resolved.get("search", {})
+    for section in (*(resolved[name] for name in _PREPARE if name in resolved), *map(search.get, ("text", "held_out"))):
+        for key in ("dataset", "filler", "keys"):
+            if section is not None and section.get(key) is not None:
+                section[key] = model_id(section[key])
+        if section is not None and section.get("dataset") in ALIASES:
+            section["dataset_revision"] = section["dataset_revision"] or ALIASES[section["dataset"]].revision
+    return resolved
 
 
 def perplexity_arguments(section: PerplexitySection) -> dict[str, Any]:

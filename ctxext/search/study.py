@@ -19,7 +19,7 @@ from ctxext.evaluation.compare import NOISE, Bench, Entry, compare
 from ctxext.evaluation.results import result_record, run_settings
 from ctxext.evaluation.runs import RESULTS, Run
 from ctxext.evaluation.scoring import peak_memory
-from ctxext.evaluation.tasks import Prepared, Progress
+from ctxext.evaluation.tasks import Prepared, Progress, shown
 from ctxext.families import trained_rope
 from ctxext.files import plain, write_bytes, write_json
 from ctxext.folder import SETTINGS, RunFolder
@@ -135,7 +135,9 @@ def search(
         for title, prepared in _Search(configuration, output, model, tokenizer, progress).readings():
             dry_run(title, prepared, model, tokenizer)
         return None
-    claim = RunFolder(output, resume=resume, overwrite=overwrite, begun=_begun, clear=_clear, unfinished=_UNFINISHED)
+    claim = RunFolder(
+        output, "search", resume=resume, overwrite=overwrite, begun=_begun, clear=_clear, unfinished=_UNFINISHED
+    )
     model, tokenizer = load()
     job = _Search(configuration, output, model, tokenizer, progress)
     try:
@@ -512,10 +514,7 @@ class _Search:
     ) -> dict[str, Any]:
         section, source = self._section, self._configuration.model
         assert source is not None
-        resolved = self._configuration.resolved("model", "search")
-        resolved["model"]["name"] = model_id(source.name)
-        for name in ("text", "held_out"):
-            resolved["search"][name]["dataset"] = dataset_id(resolved["search"][name]["dataset"])
+        resolved = shown(self._configuration.resolved("model", "search"))
         complete = sum(trial.value is not None for trial in trials)
         result = SearchResult(
             rows=[_row(trial) for trial in trials],
