@@ -626,8 +626,8 @@ def test_without_optuna_it_says_what_to_install(start: Callable[..., Any], monke
 def test_a_dry_run_says_what_would_be_read_and_writes_nothing(start: Callable[..., Any], tmp_path: Path) -> None:
     ran = start("out", "--dry-run")
     assert ran.status == 0, ran.err
-    assert "a trial (5 settings first, 9 at most): 2 windows" in ran.out
-    assert "held-out text (the best setting and each of the defaults): 3 windows" in ran.out
+    assert "a trial (5 settings first, 9 at most): 2 documents, 2 windows" in ran.out
+    assert "held-out text (the best setting and each of the defaults): 3 documents, 3 windows" in ran.out
     assert not (tmp_path / "out").exists()
 
 
