@@ -82,7 +82,7 @@ def test_the_engine_is_the_reference_in_every_family(setting: str, family: str) 
     ids = tiny.tokens(2 * L + 20)
     # Attention alone rounds as stock kernels do; routing to experts multiplies it.
     room = 3 * FORWARD if family == "qwen2_moe" else FORWARD
-    for key_heads in (2, 1) if family in ("llama", "qwen3") else (2,):
+    for key_heads in (2, 1):
         heads = {"num_key_value_heads": key_heads}
         model, reference = patched(setting, family, **heads), patched(setting, family, attention="naive", **heads)
         expected = tiny.logits(reference, ids, use_cache=False)

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
 import tiny
+from ctxext.attention import engine
 
 pytestmark = pytest.mark.usefixtures("strictly")
 
@@ -380,6 +381,17 @@ def test_changed_attention_that_can_not_run_any_more_is_reported_and_raises(
     assert f"{said.format(method)}: the patch is not in effect" in report.problems
     with pytest.raises(ctxext.PatchError, match=raised.format(method)):
         tiny.logits(model, tiny.tokens(101))
+
+
+@pytest.mark.parametrize("trained", [8192, 131_072])
+def test_the_proof_is_as_sharp_for_long_models(trained: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model(max_position_embeddings=trained, head_dim=64)
+    method = ctxext.DCA(chunk_size=trained, local_size=trained // 4)
+    ctxext.patch(model, method)
+    assert not ctxext.inspect(model).problems
+    attend = engine.attend
+    monkeypatch.setattr(engine, "attend", lambda *given: 1.02 * attend(*given))
+    assert "attention does not see the relative positions of dca" in ctxext.inspect(model).problems[0]
 
 
 @pytest.mark.parametrize("method", ATTENTION)
