@@ -190,7 +190,7 @@ def make_plan(
             for label, held in ways(found, bf16=bf16, lora_rank=lora_rank, rotated_keys=rotated).items()
         ),
         verdicts=verdicts,
-        notes=tuple(_notes(model.config, found, chosen, reach, lora_rank=lora_rank, bf16=bf16)),
+        notes=tuple(_notes(model.config, found, chosen, reach, target, lora_rank=lora_rank, bf16=bf16)),
     )
 
 
@@ -374,11 +374,18 @@ def _settings(method: Method) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key == "name" or getattr(method, key) != fields[key].default}
 
 
-def _notes(config: Any, found: Sizes, method: Method | None, reach: int, *, lora_rank: int, bf16: bool) -> list[str]:
+def _notes(
+    config: Any, found: Sizes, method: Method | None, reach: int, target: int, *, lora_rank: int, bf16: bool
+) -> list[str]:
     notes = [
         f"training: weights that train, their gradients and AdamW's moments are float32, products "
         f"{'bfloat16' if bf16 else 'float32'}; LoRA has rank {lora_rank} on the attention's linear layers"
     ]
+    if method is None or not method.changes_attention:
+        notes.append(
+            "training counts blocks of one document each: where several share one (finetune.pack: documents), stock "
+            f"attention is given a mask, of {target**2 / 1e9:,.2f} GB and more at this length; pack: concat needs none"
+        )
     scaling = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if method is not None and (scaling != "default" or getattr(config, "ctxext", None)):
         notes.append(f"the checkpoint's own scaling, which reaches {reach:,} tokens, is replaced")

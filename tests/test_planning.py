@@ -331,3 +331,9 @@ def test_the_memory_of_this_machine_is_known_or_said_to_be_unknown() -> None:
     capacity = planning.memory_capacity("cpu")
     assert capacity is None or 2**28 < capacity < 2**50
     assert math.inf in [cls.untrained_factor for cls in METHODS.values()]
+
+
+@pytest.mark.parametrize(("method", "said"), [("yarn", True), ("dca", False)])
+def test_the_mask_of_blocks_of_several_documents_is_spoken_of_where_there_is_one(method: str, said: bool) -> None:
+    notes = make_plan("m", tiny.config(), 200, method).notes
+    assert any("stock attention is given a mask, of 0.00 GB and more" in note for note in notes) == said
