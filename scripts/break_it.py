@@ -191,6 +191,13 @@ FAULTS = (
         ATTENTION,
     ),
     Fault(
+        "a copied cache goes on without the mask that it was read with",
+        "ctxext/attention/interface.py",
+        "forgotten = not with_mask and before is not None and before.pads(past)",
+        "forgotten = False",
+        ("tests/test_caches.py",),
+    ),
+    Fault(
         "padding counts as text",
         "ctxext/attention/interface.py",
         "rank = (valid.cumsum(1) - 1).clamp(min=0)",
@@ -280,6 +287,27 @@ FAULTS = (
         'source = f"{documents[number].id}|{hashes[number]}"',
         'source = "text"',
         RUNS,
+    ),
+    Fault(
+        "prompts that failed are tested as wrong answers",
+        "ctxext/evaluation/compare.py",
+        'if any(sample["error"] is not None for pair in pairs for sample in pair):',
+        "if False:",
+        ("tests/test_compare.py",),
+    ),
+    Fault(
+        "keys at one depth count as if found independently",
+        "ctxext/evaluation/compare.py",
+        'groups = [sample["depth"] for sample, _ in pairs] if ours["task"] == "passkey" else None',
+        "groups = None",
+        ("tests/test_compare.py",),
+    ),
+    Fault(
+        "a run of another kind is thrown away",
+        "ctxext/folder.py",
+        "if there != kind:",
+        "if False:",
+        ("tests/test_finetune.py",),
     ),
     Fault(
         "nobody looks at the plain model between two methods",
