@@ -26,7 +26,7 @@ def test_a_notebook_runs_from_top_to_bottom(path: Path, tokens: str | None, monk
         monkeypatch.setenv("CTXEXT_NOTEBOOK_TOKENS", tokens)
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(
-        notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": path.parent}}
+        notebook, timeout=900, startup_timeout=300, kernel_name="python3", resources={"metadata": {"path": path.parent}}
     ).execute()
 
 
