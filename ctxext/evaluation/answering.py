@@ -197,7 +197,7 @@ class _Reader:
         ends = set(config.eos_token_id or ())
         new: Tensor = out.sequences[:, prompts.shape[1] :]
         answers = [list(itertools.takewhile(lambda token: token not in ends, row)) for row in new.tolist()]
-        wrong = torch.stack([logits.isnan().any(-1) for logits in out.logits], dim=1).tolist()  # [B, new tokens]
+        wrong = torch.stack([(x.isnan() | x.isposinf()).any(-1) for x in out.logits], dim=1).tolist()  # [B, new tokens]
         # Behind a row's own end are logits of padding.
         return [(ids, not any(bad[: len(ids) + 1])) for ids, bad in zip(answers, wrong, strict=True)]
 
